@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 MOST_LOOKBACK_ROWS = 500_000
 """Limit of the judged rows of an attempt that are kept for lookback, about 0.2 GB. Beyond it, rules look back on fewer rows of each series."""
 
+LOOKBACK_BINS = 100
+"""Limit of the histogram bins of these rows, for each of them on average. Rows of recorders have some tens."""
+
 _depths: CatalogueCache[NDArray[np.int64]] = CatalogueCache()
 
 
@@ -267,7 +270,7 @@ def trimmed(
         lookback: how far the rules look back, in rows of a series: the same for every tensor, or by scope. Shards are judged merged,
             so that many steps of all shards of a tensor are kept.
         watermark: the last step that all live workers passed; all later rows are kept.
-        most: limit of the rows up to the watermark. Beyond it, the lookback of all series is reduced in proportion; if even their last
+        most: limit of the rows up to the watermark; fewer if they have more than `LOOKBACK_BINS` on average. Beyond it, the lookback of all series is reduced in proportion; if even their last
             rows are more, the rows of the last steps are kept.
     """
     block = history.block
@@ -279,7 +282,11 @@ def trimmed(
         depth = lookback.rows_of(block.catalogue)[block.tensor]
     needed = _within(block, depth, watermark)
     judged = block.step <= watermark
-    excess = np.count_nonzero(needed & judged) > most
+    count = np.count_nonzero(needed & judged)
+    bins = block.statistics.histogram.size_of(needed & judged)
+    if bins > LOOKBACK_BINS * most:
+        most = min(most, LOOKBACK_BINS * most * count // bins)
+    excess = count > most
     if excess:
         needed = _most_recent(block, depth, watermark, needed, most)
     rows = np.flatnonzero(needed)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from watchstep.errors import FormatError, NotFoundError
+from watchstep.errors import BadNameError, FormatError, MissingStoreError, NotFoundError, StoreError
 from watchstep.format.layout import CHECKPOINTS, SCHEMA_VERSION, check_name, check_schema
 from watchstep.store.store import Store
 
@@ -90,6 +90,7 @@ MAX_BYTES = 4 * 1024 * 1024
 _MAX_MEMORY = 128 * 1024 * 1024
 _MAX_DEPTH = 64
 """Maximum nesting of lists and objects. Recorders need less than ten levels; encoders of JSON refuse or overflow at some hundreds."""
+_MEND = "rewrite it, or remove it"
 TERMINATED = "SIGTERM"
 """Prefix of the reason in an end document if SIGTERM ended the worker, or made its program end."""
 
@@ -209,7 +210,8 @@ def decode(kind: type[Document], data: bytes, name: str) -> Document:
         name: Name of the document for error messages.
 
     Raises:
-        FormatError: The bytes are not such a document, are nested deeper than 64 levels, or have another schema.
+        FormatError: The bytes are not such a document, are nested deeper than 64 levels, have another schema, or contain a name that
+            could leave the run's folder.
     """
     try:
         document = parse_json(data, _MAX_MEMORY)
@@ -218,12 +220,15 @@ def decode(kind: type[Document], data: bytes, name: str) -> Document:
         if "rules" in values:
             values["rules"] = tuple(dict(rule) for rule in values["rules"])
         _check_types(kind, values)
+        for part in ("project", "run", "attempt"):
+            if part in values:
+                check_name(part, values[part])
         check_schema(name, values.get("schema", SCHEMA_VERSION))
         return kind(**values)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise FormatError(
-            f"{name}: not a document of this kind ({error})", "rewrite it, or remove it"
-        ) from error
+        raise FormatError(f"{name}: not a document of this kind ({error})", _MEND) from error
+    except BadNameError as error:
+        raise FormatError(f"{name}: {error.what[:200]}", _MEND) from error
 
 
 def _check_depth(document: Any) -> None:
@@ -260,6 +265,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 _MAX_CHECKPOINT = 64 * 1024
+_MOST_UNREADABLE = 10
 _CHECKPOINT_KEY = re.compile(
     rf"{CHECKPOINTS}(?P<attempt>[^/]+)/(?P<step>\d{{1,19}})-(?P<worker>\d{{1,9}})\.json"
 )
@@ -323,15 +329,17 @@ def find_checkpoints(run_store: Store) -> list[Checkpoint]:
 def last_good(run_store: Store, before_step: int | None = None) -> Checkpoint | None:
     """Return the last checkpoint before a bad step, by default the last of all; None without one.
 
-    Only the newest steps are read. For one step, the newest attempt takes precedence.
+    Only the newest steps are read: of unreadable checkpoints, those of at most ten steps. For one step, the newest attempt takes precedence.
 
     Raises:
         StoreError: The store is unreachable.
     """
     keys = [key for key in _keys(run_store) if before_step is None or _step(key) < before_step]
-    newest = max(map(_step, keys), default=-1)
-    checkpoints = list(_read(run_store, (key for key in keys if _step(key) == newest)))
-    return max(checkpoints, key=lambda checkpoint: checkpoint.saved_ns, default=None)
+    for step in sorted(set(map(_step, keys)), reverse=True)[:_MOST_UNREADABLE]:
+        checkpoints = list(_read(run_store, (key for key in keys if _step(key) == step)))
+        if checkpoints:
+            return max(checkpoints, key=lambda checkpoint: checkpoint.saved_ns)
+    return None
 
 
 def _keys(run_store: Store) -> list[str]:
@@ -347,8 +355,14 @@ def _read(run_store: Store, keys: Iterable[str]) -> Iterable[Checkpoint]:
     for key in keys:
         try:
             yield Checkpoint.decode(run_store.get(key, limit=_MAX_CHECKPOINT), key)
+        except MissingStoreError:
+            raise
         except (NotFoundError, FormatError):
             continue
+        except StoreError:
+            if not run_store.is_local:
+                raise
+            continue  # of one object, such as a pipe: the store itself answers
 
 
 def _whole(value: Any) -> int:

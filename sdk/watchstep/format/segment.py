@@ -210,13 +210,17 @@ def _is_constant(values: NDArray[Any]) -> bool:
     return len(values) > 0 and bool((values == values[0]).all())
 
 
-def decode(data: bytes, name: str, *, histograms: bool = True) -> Block:
+def decode(
+    data: bytes, name: str, *, histograms: bool = True, most_rows: int = MAX_ROWS, most_bins: int = MAX_BINS
+) -> Block:
     """Decode a segment. Sizes are checked before memory is allocated.
 
     Args:
         data: The object's bytes.
         name: Name of the segment for error messages.
         histograms: False omits them; damage in them is then not detected, and access to them raises `ConfigError`.
+        most_rows: Limit of the rows.
+        most_bins: Number of bins of all histograms beyond which they are omitted.
 
     Raises:
         FormatError: The bytes are not a complete segment, have another version, or claim sizes over the limits.
@@ -225,6 +229,9 @@ def decode(data: bytes, name: str, *, histograms: bool = True) -> Block:
         _check_size(data)
         header = read_header(data, name)
         header.check_size(len(data))
+        if header.rows > most_rows:
+            raise ValueError(f"contains {header.rows} rows; at most {most_rows} are read")
+        histograms = histograms and header.histogram_values <= most_bins
         catalogue = catalogue_of(header.packed_catalogue)
         found = {column_name: column(data, header, column_name) for column_name in header.columns}
         lengths = column(data, header, LENGTHS)

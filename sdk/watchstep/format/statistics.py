@@ -22,6 +22,7 @@ as in numpy.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -37,6 +38,9 @@ EXPONENT_RANGE = (-1074, 1023)
 
 _SPARE, _SMALL = 8, 2**16
 """Maximum size of a table: so many entries per stored bin, plus a constant."""
+
+_PORTION = 1_000_000
+"""Bins that are copied at a time."""
 
 BIN_RANGE = (2 * EXPONENT_RANGE[0], 2 * EXPONENT_RANGE[1] + 1)
 
@@ -63,6 +67,15 @@ class Histograms:
         """Size in memory."""
         return self.offsets.nbytes + self.bins.nbytes + self.counts.nbytes
 
+    @property
+    def size(self) -> int:
+        """Number of bins of all rows; 0 if they were not read."""
+        return len(self.bins)
+
+    def size_of(self, chosen: NDArray[np.bool_]) -> int:
+        """Return the number of bins of the rows selected by a mask; 0 if they were not read."""
+        return int(np.diff(self.offsets)[chosen].sum())
+
     def row(self, index: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
         """Return bins and counts of one tensor."""
         part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
@@ -72,9 +85,15 @@ class Histograms:
         """Return the histograms of some rows, in that order."""
         lengths = np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        starts = np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
-        index = (np.arange(offsets[-1]) + starts).astype(np.intp)
-        return Histograms(offsets, self.bins[index], self.counts[index])
+        starts = self.offsets[:-1][rows] - offsets[:-1]
+        bins, counts = np.empty(offsets[-1], self.bins.dtype), np.empty(offsets[-1], self.counts.dtype)
+        # In portions, because the indices of all bins would take several times their memory.
+        portions = np.searchsorted(offsets, np.arange(_PORTION, offsets[-1], _PORTION))
+        for first, end in itertools.pairwise((0, *portions.tolist(), len(rows))):
+            part = slice(int(offsets[first]), int(offsets[end]))
+            index = np.arange(part.start, part.stop) + np.repeat(starts[first:end], lengths[first:end])
+            bins[part], counts[part] = self.bins[index], self.counts[index]
+        return Histograms(offsets, bins, counts)
 
     @classmethod
     def concatenate(cls, parts: list[Histograms]) -> Histograms:
@@ -104,6 +123,15 @@ class UnreadHistograms(Histograms):
         rows: int = vars(self)["_rows"]
         return rows
 
+    @property
+    def size(self) -> int:
+        """Nothing was read."""
+        return 0
+
+    def size_of(self, chosen: NDArray[np.bool_]) -> int:  # noqa: ARG002 - as in the class above
+        """Nothing was read."""
+        return 0
+
     def take(self, rows: NDArray[np.intp]) -> Histograms:
         """Return a placeholder for some rows."""
         return UnreadHistograms(len(rows))
@@ -113,7 +141,7 @@ class UnreadHistograms(Histograms):
             raise AttributeError(name)
         raise ConfigError(
             f"histogram.{name}: the histograms of these rows were not read",
-            "a rule that looks into them says so: Needs(…, histograms=True)",
+            "a rule that looks into them says so: Needs(…, histograms=True); of segments with too many bins they are not evaluated",
         )
 
 

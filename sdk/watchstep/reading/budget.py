@@ -92,7 +92,7 @@ class DecodingMemory:
     thread of each query would have such an object in memory at the same time.
 
     Args:
-        max_bytes: limit of decoded bytes. A larger object is decoded while no other one is.
+        max_bytes: limit of decoded bytes. Larger objects are refused.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -100,18 +100,31 @@ class DecodingMemory:
         self._taken = 0
         self._freed = threading.Condition()
 
+    def check_size(self, size: int, name: str) -> None:
+        """Check that a size does not exceed the limit by itself.
+
+        Raises:
+            OverBudgetError: it does.
+        """
+        if size > self._limit:
+            raise OverBudgetError(
+                f"{name}: reading it may take {size / _MEGABYTE:,.0f} MiB of memory, and {self._limit / _MEGABYTE:,.0f} MiB are allowed",
+                "read it without the service, with watchstep.open_run or the watchstep command",
+            )
+
     @contextmanager
-    def reserve(self, size: int, budget: ReadBudget | None = None) -> Iterator[None]:
+    def reserve(self, size: int, budget: ReadBudget | None, name: str) -> Iterator[None]:
         """Reserve memory within the block; waits until enough is free.
 
         Args:
             size: decoded bytes.
             budget: its time limits the wait.
+            name: what is decoded, for messages.
 
         Raises:
-            OverBudgetError: the budget's time is exceeded.
+            OverBudgetError: the size exceeds the limit by itself, or the budget's time is exceeded.
         """
-        size = min(size, self._limit)
+        self.check_size(size, name)
         with self._freed:
             timeout = None if budget is None else budget.remaining_seconds
             if not self._freed.wait_for(lambda: self._taken + size <= self._limit, timeout):

@@ -558,7 +558,7 @@ class RunIndex:
             decode = stored.fetch(columns)  # before reserving memory, so that a hanging store blocks none
         except NotFoundError as error:  # deleted, because a compaction includes its rows
             raise CompactedSegmentLostError(stored.key, error.what) from error
-        with PROCESS.reserve(size, self.budget):
+        with PROCESS.reserve(size, self.budget, stored.key):
             try:
                 table = decode()
             except FormatError as error:

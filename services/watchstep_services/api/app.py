@@ -14,6 +14,7 @@ from watchstep_services.api.middleware.policies import Routes
 from watchstep_services.api.middleware.rate_limits import rate_limits
 from watchstep_services.api.middleware.request_limits import WorkSlots
 from watchstep_services.api.middleware.transports import PacedAnswers, UnreadBytes
+from watchstep_services.api.middleware.uniform_responses import UniformResponses
 from watchstep_services.api.page import install_page
 from watchstep_services.api.queries.state import Queries
 from watchstep_services.api.routes import (
@@ -127,5 +128,6 @@ def create_app(service: Service) -> FastAPI:
     limits = rate_limits(service.settings)
     app.add_middleware(Gate, service=service, routes=routes, limits=limits, token_cache=app.state.token_cache)
     app.add_middleware(PacedAnswers, unread=UnreadBytes(service.settings.unread_mb))
+    app.add_middleware(UniformResponses)
     app.add_middleware(Observed)
     return app

@@ -59,6 +59,11 @@ class Settings(BaseSettings):
         ge=0,
         description="Timeout of an open transaction without statements in PostgreSQL; 0 for the server's default.",
     )
+    database_start_seconds: float = Field(
+        60.0,
+        ge=0,
+        description="How long a process that starts waits for PostgreSQL if it does not answer; 0 to end at once.",
+    )
     new_projects: Literal["on_first_run", "by_admins"] = Field(
         "on_first_run",
         description="Whether a first run creates its project, on the service's own store, or only admins do: `on_first_run` or "

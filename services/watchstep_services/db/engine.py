@@ -12,7 +12,9 @@ SQLite needs none: its locks are locks of the file, which end with the process t
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -35,11 +37,20 @@ if TYPE_CHECKING:
     from watchstep_services.core.settings import Settings
 
 
+_log = logging.getLogger(__name__)
+
 _PROBES = 3
 """Failed keepalive probes after which a connection is closed."""
 
 _STRUCK = {"57014", "55P03", "25P03"}
 """SQLSTATEs of a statement timeout, a lock timeout, and an idle transaction."""
+
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
+_REFUSED = re.compile(
+    r"FATAL:(?!.*(starting up|shutting down|recovery|not yet accepting|too many))", re.DOTALL
+)
+"""An answer of PostgreSQL that does not change while it starts."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +228,29 @@ class Database:
                 f"database {shown}: does not answer ({error.orig})",
                 "check WATCHSTEP_DATABASE_URL and that the database runs",
             ) from error
+
+    def wait(self, seconds: float) -> None:
+        """Check that the database answers, and wait for it while it starts.
+
+        Args:
+            seconds: how long to wait. An answer that refuses the connection, for example for a wrong password, is not waited for.
+
+        Raises:
+            ConfigError: it does not answer.
+        """
+        deadline = time.monotonic() + seconds
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                return self.check()
+            except ConfigError as error:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or _REFUSED.search(error.what):
+                    raise
+                if pause == _FIRST_PAUSE:
+                    _log.warning("%s; trying again for %.0f s", error.what, seconds)
+            time.sleep(min(pause, remaining))
+            pause = min(_LONGEST_PAUSE, 2 * pause)
 
     def close(self) -> None:
         """Close all connections."""

@@ -19,6 +19,11 @@ RUNS: Table = RunRow.__table__  # type: ignore[assignment]
 """For statements that do not use the mapping, because every announcement executes some."""
 
 
+MOST_WAITING = 4_000
+"""Segments of a run that wait for their evaluation, from which on announcements are ignored and listings add few: every evaluation sorts
+all of them. The store has what was left out, and listings find it."""
+
+
 def add_event(session: Session, run_id: int, event: CloudEvent, at_ns: int) -> None:
     """Publish an event when the transaction commits."""
     content = event.model_dump(mode="json")

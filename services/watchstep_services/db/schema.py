@@ -96,9 +96,9 @@ def prepare(database: Database, settings: Settings) -> None:
     later version, which may be running at the same time.
 
     Raises:
-        ConfigError: the database does not answer, or its schema cannot be used.
+        ConfigError: the database does not answer in ``WATCHSTEP_DATABASE_START_SECONDS``, or its schema cannot be used.
     """
-    database.check()
+    database.wait(settings.database_start_seconds)
     current = status(database)
     if current.is_current:
         return

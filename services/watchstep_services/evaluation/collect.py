@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from watchstep_services.evaluation.inbox import (
     make_plan,
     open_inbox,
 )
+from watchstep_services.evaluation.ticks import load_configs
 from watchstep_services.evaluation.unfinished_reads import ReadingGuard
 from watchstep_services.runs.attempts import MOST_RANKS
 from watchstep_services.runs.claim import Claim, FencedError, renew
@@ -46,6 +47,9 @@ SEVERAL_ROWS = 20_000
 
 SEGMENT_ROWS = 250_000
 """Limit of the rows of one segment, because a segment is evaluated as a whole. Recorders write at most 200,000, unless one step has more."""
+
+SEGMENT_BINS = 64 * SEGMENT_ROWS
+"""Histogram bins of a segment beyond which it is evaluated without histograms: 160 MB. Recorders write some tens for each row."""
 
 WORD_BYTES = 16 * 1024 * 1024
 """Limit of the distinct words of an attempt's tensors together (names, modules, types): 100,000 tensors with words of 160 bytes. Rule
@@ -285,6 +289,7 @@ def _may_list(service: Service, claim: Claim, gaps: tuple[Gap, ...]) -> bool:
 
 def _plan_of(claim: Claim, inbox: Inbox, timeout: GapTimeout) -> Plan:
     ends = {name: row.ends for name, row in inbox.attempts.items()}
+    timeout = replace(timeout, ends_known=not inbox.is_cut)
     return make_plan(cursors.decode(claim.cursor), inbox.entries, ends, timeout)
 
 
@@ -299,8 +304,7 @@ def _read_all(
     """
     size, renewed = 0, time.monotonic()
     began = renewed
-    loaded = service.rule_states.get((claim.run_id, collected.attempt), claim.epoch)
-    histograms = loaded is None or lookback(loaded).histograms
+    histograms: bool | None = None
     absent: dict[WriterId, Gap] = {}
     errors: dict[WriterId, StoreError] = {}
     memory = BlockMemory()
@@ -324,7 +328,10 @@ def _read_all(
         began_look_up = time.monotonic()
         try:
             source.guard.check(entry.key)
-            data, block = _read(source, entry.key, histograms=histograms)
+            data = source.ahead.objects.pop(entry.key.path, None) or fetch(source.store, entry.key)
+            if histograms is None:  # not before a segment is there, because announcements are not trusted
+                histograms = _needs_histograms(service, claim, collected.attempt)
+            data, block = _decoded(source, entry.key, data, histograms=histograms)
             size += len(data)
             size += max(0, memory.of(block) - len(data))
             collected.blocks.append((entry, block))
@@ -346,14 +353,19 @@ def _read_all(
     return list(absent.values()), next(iter(errors.values()), None)
 
 
-def _read(source: RunSource, key: SegmentKey, *, histograms: bool) -> tuple[bytes, Block]:
-    """Read a segment's bytes and rows. If decoding fails it is fetched once more, because one answer may be damaged.
+def _needs_histograms(service: Service, claim: Claim, attempt: str) -> bool:
+    """Whether a rule reads histograms, which may take a hundred times the memory of the other columns."""
+    loaded = service.rule_states.get((claim.run_id, attempt), claim.epoch)
+    return lookback(load_configs(service, claim.run_id, attempt) if loaded is None else loaded).histograms
+
+
+def _decoded(source: RunSource, key: SegmentKey, data: bytes, *, histograms: bool) -> tuple[bytes, Block]:
+    """A segment's bytes and rows. If decoding fails it is fetched once more, because one answer may be damaged.
 
     Raises:
         NotFoundError, StoreError: it cannot be fetched.
         FormatError: the object itself is damaged.
     """
-    data = source.ahead.objects.pop(key.path, None) or fetch(source.store, key)
     try:
         return data, decode(data, key, histograms=histograms)
     except FormatError:
@@ -421,15 +433,15 @@ def _bytes(word: str) -> int:
     return len(word.encode(errors="surrogatepass"))
 
 
-def fetch(run_store: Store, key: SegmentKey) -> bytes:
-    """A segment's bytes.
+def fetch(run_store: Store, key: SegmentKey, most_bytes: int = segment.MAX_BYTES) -> bytes:
+    """A segment's bytes, of which there may be so many.
 
     Raises:
         NotFoundError: it is not there.
         FormatError: it is too large to be one.
         StoreError: the store did not answer.
     """
-    return run_store.get(key.path, limit=segment.MAX_BYTES)
+    return run_store.get(key.path, limit=most_bytes)
 
 
 def decode(data: bytes, key: SegmentKey, *, histograms: bool) -> Block:
@@ -438,11 +450,11 @@ def decode(data: bytes, key: SegmentKey, *, histograms: bool) -> Block:
     Raises:
         FormatError: the segment is damaged, or contains steps outside its name or ranks above the limit.
     """
-    block = segment.decode(data, key.path, histograms=histograms)
+    block = segment.decode(
+        data, key.path, histograms=histograms, most_rows=SEGMENT_ROWS, most_bins=SEGMENT_BINS
+    )
     with whole(key.path):
         check_steps(block.step, key.first, key.last)
-        if len(block) > SEGMENT_ROWS:
-            raise ValueError(f"contains {len(block)} rows; at most {SEGMENT_ROWS} are evaluated")
         if len(block) and int(block.worker.max()) >= MOST_RANKS:
             raise ValueError(f"contains rank {block.worker.max()}; ranks below {MOST_RANKS} are supported")
     return canonical(block)

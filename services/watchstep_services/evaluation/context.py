@@ -22,7 +22,7 @@ from watchstep.reading.compacted import COMPACTED
 from watchstep.reading.index import RunIndex
 from watchstep.store.store import Store
 from watchstep_rules.backtest.replay import StepReader
-from watchstep_rules.engine.rule_inputs import History, Lookback, canonical, joined, trimmed
+from watchstep_rules.engine.rule_inputs import LOOKBACK_BINS, History, Lookback, canonical, joined, trimmed
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Attempt, Segment
 from watchstep_services.evaluation.collect import RunSource, decode, fetch
@@ -67,9 +67,10 @@ def read_context(
         try:
             source.guard.check(segment.key)
             parts.append((segment.position, _rows_of(run_store, segment, depth, compacted)))
-            if (
-                sum(len(rows) for _, rows in parts) > _MOST_ROWS
-            ):  # only a few rows of each segment may be needed
+            rows = sum(len(block) for _, block in parts)
+            bins = sum(block.statistics.histogram.size for _, block in parts)
+            # Only a few rows of each segment may be needed.
+            if rows > _MOST_ROWS or bins > LOOKBACK_BINS * _MOST_ROWS:
                 history, parts = trimmed(joined(parts, history), depth, attempt.watermark), []
         except (FormatError, NotFoundError) as error:
             lost.append((segment, error.what))

@@ -29,7 +29,10 @@ _FETCH_SECONDS = 0.5
 """Time for which segments are waited for."""
 
 MOST_BYTES = 32 * 1024 * 1024
-"""Limit of the fetched bytes of a batch. Requests in progress may exceed it by one segment for each thread."""
+"""Limit of the fetched bytes of a batch. Requests in progress may exceed it by `_SEGMENT_BYTES` for each thread."""
+
+_SEGMENT_BYTES = MOST_BYTES // _THREADS
+"""Limit of a segment. Larger ones, far above what recorders write at an interval, are fetched by their evaluation."""
 
 _SEGMENTS_OF_RUN = 8
 """Limit of segments of one run that are fetched ahead."""
@@ -49,7 +52,7 @@ class _Portion:
             if self._room <= 0 or not self._is_open:
                 return
         with suppress(WatchstepError):  # the evaluation fetches it again, and reports the error
-            data = fetch(store, key)
+            data = fetch(store, key, _SEGMENT_BYTES)
             with self._lock:
                 if self._is_open:
                     self._room -= len(data)

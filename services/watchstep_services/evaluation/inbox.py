@@ -13,6 +13,7 @@ from sqlalchemy import (
     BindParameter,
     ColumnElement,
     Connection,
+    Select,
     any_,
     bindparam,
     exists,
@@ -25,6 +26,11 @@ from watchstep.format.layout import SegmentKey, WriterId
 from watchstep_rules.engine.alert import Phase
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import AlertInstanceRow, Attempt, RunRow, Segment
+from watchstep_services.db.records import MOST_WAITING
+
+MOST_ENTRIES = 2 * MOST_WAITING
+"""Entries that an inbox has: as many as announcements and listings add, with room for those of several processes at the same time. Of
+more, the first of each writer are loaded, so that no gap is found where there is none."""
 
 FAILED_ATTEMPTS = "failed_attempts"
 """Key in a run's health: attempt → why its last evaluation failed."""
@@ -35,7 +41,7 @@ class Inbox:
     """The unread segments and the attempts of a run.
 
     Attributes:
-        entries: announced segments that have not been read.
+        entries: announced segments that have not been read, at most `MOST_ENTRIES`.
         attempts: rows of the run's attempts, by name; read-only.
         calm: no alert of the run fires, and its last evaluation did not fail.
         failing: attempts with a failed last evaluation; they are read after the others.
@@ -45,6 +51,11 @@ class Inbox:
     attempts: dict[str, Attempt]
     calm: bool
     failing: frozenset[str] = frozenset()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there may be more entries, after those of the same writers."""
+        return len(self.entries) >= MOST_ENTRIES
 
 
 def open_inbox(database: Database, run_id: int) -> Inbox:
@@ -105,13 +116,20 @@ def _troubles(run: ColumnElement[Any]) -> tuple[ColumnElement[Any], ...]:
 
 
 _RUN: BindParameter[Any] = bindparam("of_run")
-_SEGMENTS = select(*_OF_SEGMENT).where(*_waits(_RUN))
+
+
+def _first_waiting(run: ColumnElement[Any], *columns: Any) -> Select[Any]:
+    return select(*columns).where(*_waits(run)).order_by(Segment.seq, Segment.id).limit(MOST_ENTRIES)
+
+
+_SEGMENTS = _first_waiting(_RUN, *_OF_SEGMENT)
 _ATTEMPTS = select(*_OF_ATTEMPT).where(Attempt.run_id == _RUN)
 _TROUBLES = _troubles(_RUN)
 _EACH = RunRow.id.expression
+_FIRST = _first_waiting(_EACH, func.json_build_array(*_OF_SEGMENT).label("entry")).correlate(RunRow).lateral()
 _AT_ONCE = select(
     RunRow.id,
-    select(func.json_agg(func.json_build_array(*_OF_SEGMENT))).where(*_waits(_EACH)).scalar_subquery(),
+    select(func.json_agg(_FIRST.c.entry)).scalar_subquery(),
     select(func.json_agg(func.json_build_array(*_OF_ATTEMPT)))
     .where(Attempt.run_id == _EACH)
     .scalar_subquery(),
@@ -162,11 +180,13 @@ class GapTimeout:
         now_ns: time by the database's clock.
         gap_ns: the timeout.
         listed: the store was listed in this evaluation, so a segment that is not in the inbox does not exist.
+        ends_known: the inbox has all entries, so that the last ones of each writer are known.
     """
 
     now_ns: int
     gap_ns: int
     listed: bool
+    ends_known: bool = True
 
     def over(self, gap: Gap) -> bool:
         """Whether a gap has timed out."""
@@ -209,7 +229,8 @@ def make_plan(
         # A segment follows its writer's earlier ones, even if it was found before them.
         delayed_until[writer] = max(delayed_until.get(writer, 0), entry.found_ns)
         ordered.append((delayed_until[writer], entry))
-    open_ends = [gap for gap in _trailing(reached, ends) if gap.writer not in blocked]
+    trailing = _trailing(reached, ends) if timeout.ends_known else []
+    open_ends = [gap for gap in trailing if gap.writer not in blocked]
     readable = sorted(ordered, key=lambda pair: (pair[0], pair[1].key))
     return Plan(
         tuple(entry for _, entry in readable),

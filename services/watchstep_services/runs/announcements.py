@@ -4,6 +4,10 @@ The statement locks the run's row, adds the segments, makes the run due and retu
 a transaction, because both cost a round trip, and announcements are most of a service's requests. SQLite has no statement that changes
 two tables. Both have the same effect.
 
+Announcements are ignored beyond `MOST_WAITING` waiting segments of a run and a limit of its project, because any recorder can announce
+segments that do not exist. The store has those that do, and listings find them. Segments that follow one that was read are accepted, so that
+made-up announcements do not delay the writers of a run.
+
 A segment that was given up as missing is due again if it is announced late. On PostgreSQL a second transaction does that, because a
 statement does not see rows that were written after it began, for example while it waited for the lock of the run.
 """
@@ -13,19 +17,20 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Dialect, TextClause, bindparam, select, text, update
+from sqlalchemy import Dialect, TextClause, bindparam, func, literal, select, text, update
 from sqlalchemy.orm import Session
 
-from watchstep.format.layout import SegmentKey
+from watchstep.format.layout import SegmentKey, WriterId
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.telemetry import tracing
 from watchstep_services.db.clock import clock_expression, now_ns
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Project, RunRow
-from watchstep_services.db.records import RUNS, hint, put_segment
+from watchstep_services.db.models import Project, RunRow, Segment
+from watchstep_services.db.records import MOST_WAITING, RUNS, hint, put_segment
+from watchstep_services.service.waiting_segments import WaitingRoom
 from watchstep_services.tenancy import archived
 
 MOST_WRITERS = 1024
@@ -33,6 +38,9 @@ MOST_WRITERS = 1024
 
 MOST_HEALTH_BYTES = 1024 * 1024
 """Health of all writers of a run. The row is read with every request about the run."""
+
+FOLLOWING = 8
+"""Segments after one that was read that are accepted of a writer even if there is no room. Writers flush less often than runs are evaluated."""
 
 URGENT_INTERVAL_NS = 60 * NANOSECONDS
 """Interval at which announcements may mark a run as urgent. A run that is always urgent has priority for a quarter of the time."""
@@ -66,6 +74,7 @@ class AcceptedAnnouncement:
     Attributes:
         run_id: id of the run.
         fresh: number of segments that are new to the inbox.
+        ignored: number of segments that were not added, because too many wait.
         lag_ns: time for which the run had been due before; None if it was not.
         control: the control document, as JSON.
         cached_by: the worker that has cached the run's earlier rows; empty for none.
@@ -75,6 +84,7 @@ class AcceptedAnnouncement:
 
     run_id: int
     fresh: int
+    ignored: int
     lag_ns: int | None
     control: str
     cached_by: str
@@ -83,31 +93,59 @@ class AcceptedAnnouncement:
 
 
 def accept_announcement(
-    database: Database, project: str, run: str, announcement: Announcement
+    database: Database, waiting_room: WaitingRoom, project: str, run: str, announcement: Announcement
 ) -> AcceptedAnnouncement | None:
     """Add segments to the inbox of a run; None if the run does not exist.
 
     Raises:
         ConflictError: the project is archived.
     """
+    room = waiting_room.of(project, functools.partial(_count_waiting, database, project, waiting_room.most))
+    accepted = _accept(database, room, project, run, announcement)
+    if accepted is not None and accepted.fresh:
+        waiting_room.take(project, accepted.fresh)
+    return accepted
+
+
+def _accept(
+    database: Database, room: int, project: str, run: str, announcement: Announcement
+) -> AcceptedAnnouncement | None:
     if database.engine.dialect.name == "sqlite":
         with database.write() as session:
-            return _accept_by_statements(session, project, run, announcement)
-    accepted = _accept_at_once(database, project, run, announcement)
-    if accepted is None or accepted.fresh == len(announcement.keys):
+            return _accept_by_statements(session, room, project, run, announcement)
+    accepted, chosen = _accept_at_once(database, room, project, run, announcement)
+    if accepted is None or accepted.fresh == len(chosen):
         return accepted
     with database.write() as session:
-        again = _accept_by_statements(session, project, run, announcement)
+        again = _accept_by_statements(session, None, project, run, replace(announcement, keys=chosen))
     if again is None or not again.fresh:
         return accepted
-    return AcceptedAnnouncement(
-        again.run_id, accepted.fresh + again.fresh, accepted.lag_ns, again.control, again.cached_by, accepted.health_before, again.evaluated
-    )  # fmt: skip
+    return replace(
+        accepted,
+        fresh=accepted.fresh + again.fresh,
+        control=again.control,
+        cached_by=again.cached_by,
+        evaluated=again.evaluated,
+    )
+
+
+def _count_waiting(database: Database, project: str, most: int) -> int:
+    """Waiting segments of a project, at most ``most``."""
+    waiting = (
+        select(literal(1))
+        .select_from(Segment)
+        .join(RunRow, RunRow.id == Segment.run_id)
+        .where(RunRow.project == project, Segment.state == "announced")
+        .limit(most)
+    )
+    with database.read() as session:
+        return session.execute(select(func.count()).select_from(waiting.subquery())).scalar_one()
 
 
 def _accept_at_once(
-    database: Database, project: str, run: str, announcement: Announcement
-) -> AcceptedAnnouncement | None:
+    database: Database, room: int, project: str, run: str, announcement: Announcement
+) -> tuple[AcceptedAnnouncement | None, Sequence[SegmentKey]]:
+    """Execute the statement; also return the segments that were not ignored."""
     segments = [
         (key.writer.node, key.writer.writer, key.seq, key.first, key.last) for key in announcement.keys
     ]
@@ -116,6 +154,7 @@ def _accept_at_once(
         "run": run,
         "attempt": announcement.keys[0].writer.attempt,
         "segments": json.dumps([dict(zip(_NAMES, segment, strict=True)) for segment in segments]),
+        "project_room": room,
         "traceparent": tracing.current(),
         "urgent": announcement.urgent,
         "reporter": announcement.reporter,
@@ -124,11 +163,16 @@ def _accept_at_once(
     with database.bare() as connection:
         row = connection.execute(_at_once(connection.dialect), values).one_or_none()
     if row is None:
-        return None
-    run_id, archived_ns, fresh, lag_ns, control, cached_by, health, evaluated = row
+        return None, ()
+    run_id, archived_ns, fresh, places, lag_ns, control, cached_by, health, evaluated = row
     if archived_ns is not None:
         raise archived(project)
-    return AcceptedAnnouncement(run_id, fresh, lag_ns, control, cached_by, health or {}, evaluated)
+    keys = announcement.keys
+    chosen = keys if places is None else [keys[place - 1] for place in places]
+    ignored = len(keys) - len(chosen)
+    return AcceptedAnnouncement(
+        run_id, fresh, ignored, lag_ns, control, cached_by, health or {}, evaluated
+    ), chosen
 
 
 _NAMES = ("node", "writer", "seq", "first", "last")
@@ -140,6 +184,8 @@ def _at_once(dialect: Dialect) -> TextClause:
         "now": clock_expression(dialect),
         "most_writers": MOST_WRITERS,
         "most_bytes": MOST_HEALTH_BYTES,
+        "most_waiting": MOST_WAITING,
+        "following": FOLLOWING,
         "urgent_interval": URGENT_INTERVAL_NS,
     }
     statement = _AT_ONCE
@@ -160,12 +206,26 @@ WITH locked AS (
     FOR NO KEY UPDATE OF runs
 ), accepted AS (
     SELECT *, coalesce(due_ns <= now_ns, false) AS waits FROM locked WHERE archived_ns IS NULL
+), room AS (
+    SELECT least({most_waiting} - count(*), CAST(:project_room AS bigint)) AS segments FROM (
+        SELECT FROM accepted JOIN segments ON segments.run_id = accepted.id AND segments.state = 'announced' LIMIT {most_waiting}
+    ) AS waiting
+), chosen AS (
+    SELECT accepted.id AS run_id, now_ns, announced.* FROM accepted, room, ROWS FROM (
+        json_to_recordset(CAST(:segments AS json)) AS (node varchar, writer varchar, seq bigint, first bigint, last bigint)
+    ) WITH ORDINALITY AS announced (node, writer, seq, first, last, place)
+    WHERE place <= room.segments OR EXISTS (
+        SELECT FROM segments AS earlier
+        WHERE earlier.run_id = accepted.id AND earlier.attempt = CAST(:attempt AS varchar)
+            AND earlier.node = announced.node AND earlier.writer = announced.writer
+            AND earlier.seq >= announced.seq - {following} AND earlier.seq < announced.seq
+            AND earlier.state IN ('read', 'corrupt')
+    )
 ), inserted AS (
     INSERT INTO segments (run_id, attempt, node, writer, seq, first, last, state, found_ns, problem, traceparent)
-    SELECT accepted.id, CAST(:attempt AS varchar), node, writer, seq, first, last, 'announced', now_ns, '',
+    SELECT run_id, CAST(:attempt AS varchar), node, writer, seq, first, last, 'announced', now_ns, '',
         CAST(:traceparent AS varchar)
-    FROM accepted, json_to_recordset(CAST(:segments AS json))
-        AS announced (node varchar, writer varchar, seq bigint, first bigint, last bigint)
+    FROM chosen
     ON CONFLICT DO NOTHING
     RETURNING 1
 ), fresh AS (
@@ -196,9 +256,11 @@ WITH locked AS (
         ), accepted.health)
     FROM accepted, fresh WHERE runs.id = accepted.id
 )
-SELECT locked.id, archived_ns, fresh.segments, CASE WHEN due_ns <= now_ns THEN now_ns - due_ns END, CAST(control AS text), cached_by,
+SELECT locked.id, archived_ns, fresh.segments, CASE WHEN room.segments < json_array_length(CAST(:segments AS json))
+        THEN coalesce((SELECT json_agg(place ORDER BY place) FROM chosen), '[]') END,
+    CASE WHEN due_ns <= now_ns THEN now_ns - due_ns END, CAST(control AS text), cached_by,
     CASE WHEN CAST(:report AS json) IS NOT NULL THEN health -> 'recorders' -> CAST(:reporter AS text) END, evaluated
-FROM locked, fresh
+FROM locked, fresh, room
 """
 
 
@@ -223,7 +285,7 @@ _LOCKED_RUN = (
 
 
 def _accept_by_statements(
-    session: Session, project: str, run: str, announcement: Announcement
+    session: Session, room: int | None, project: str, run: str, announcement: Announcement
 ) -> AcceptedAnnouncement | None:
     row = session.execute(_LOCKED_RUN, {"project": project, "run": run}).one_or_none()
     if row is None:
@@ -241,14 +303,43 @@ def _accept_by_statements(
     health = _with_report(row.health, announcement)
     if health is not None:
         changes["health"] = health
-    fresh = sum(put_segment(session, row.id, key, now) for key in announcement.keys)
+    keys = announcement.keys if room is None else _chosen(session, room, row.id, announcement.keys)
+    fresh = sum(put_segment(session, row.id, key, now) for key in keys)
     if fresh:
         hint(session, row.id, requested=True, also=changes)
     else:
         session.execute(update(RUNS).where(RUNS.c.id == row.id).values(changes))
+    ignored = len(announcement.keys) - len(keys)
     return AcceptedAnnouncement(
-        row.id, fresh, lag_ns, json.dumps(row.control), row.cached_by, before, row.evaluated
+        row.id, fresh, ignored, lag_ns, json.dumps(row.control), row.cached_by, before, row.evaluated
     )
+
+
+def _chosen(session: Session, room: int, run_id: int, keys: Sequence[SegmentKey]) -> Sequence[SegmentKey]:
+    """The segments for which there is room, and those that follow one that was read."""
+    waiting = select(Segment.id).filter_by(run_id=run_id, state="announced").limit(MOST_WAITING).subquery()
+    room = min(room, MOST_WAITING - session.execute(select(func.count()).select_from(waiting)).scalar_one())
+    if len(keys) <= room:
+        return keys
+    newest = {writer: _newest_read(session, run_id, writer) for writer in {key.writer for key in keys}}
+    return [
+        key
+        for place, key in enumerate(keys)
+        if place < room or newest[key.writer] < key.seq <= newest[key.writer] + FOLLOWING
+    ]
+
+
+def _newest_read(session: Session, run_id: int, writer: WriterId) -> int:
+    """Number of the last segment of a writer that was read; without one, so that none follows."""
+    read = select(Segment.seq).where(
+        Segment.run_id == run_id,
+        Segment.attempt == writer.attempt,
+        Segment.node == writer.node,
+        Segment.writer == writer.writer,
+        Segment.state.in_(("read", "corrupt")),
+    )
+    seq = session.execute(read.order_by(Segment.seq.desc()).limit(1)).scalar()
+    return -FOLLOWING - 1 if seq is None else seq
 
 
 def _with_report(run_health: Mapping[str, Any], announcement: Announcement) -> dict[str, Any] | None:

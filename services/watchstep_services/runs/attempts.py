@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format import documents, layout
 from watchstep.format.documents import AttemptDocument, EndDocument
+from watchstep.reading.run_documents import get_document
 from watchstep.store.store import Store
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
@@ -31,7 +32,7 @@ def read_document(run_store: Store, attempt: str) -> AttemptDocument | None:
     """An attempt's document; None if it is absent or damaged."""
     key = layout.attempt_document(attempt)
     try:
-        data = run_store.get(key, limit=documents.MAX_BYTES)
+        data = get_document(run_store, key, documents.MAX_BYTES)
         return documents.decode(AttemptDocument, data, key)
     except (NotFoundError, FormatError):
         return None

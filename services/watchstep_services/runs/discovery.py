@@ -7,22 +7,23 @@ import heapq
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sqlalchemy import delete, select
+from sqlalchemy import Row, delete, select
 from sqlalchemy.orm import Session
 
-from watchstep.errors import FormatError
+from watchstep.errors import BadNameError, FormatError, NotFoundError
 from watchstep.format import documents, layout
 from watchstep.format.documents import AttemptDocument, EndDocument
 from watchstep.format.layout import SegmentKey
+from watchstep.reading.run_documents import get_document
 from watchstep.store.store import ObjectEntry, Store
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Attempt, RunRow, Segment
-from watchstep_services.db.records import hint, put_segment
+from watchstep_services.db.records import MOST_WAITING, hint, put_segment
 from watchstep_services.runs import attempts
 from watchstep_services.runs.claim import Claim, lock_run
 from watchstep_services.service.context import Service
@@ -36,9 +37,8 @@ _ENDS_AT_ONCE = attempts.MOST_RANKS
 """Limit of end documents that one listing reads; the next listing continues."""
 _SEGMENTS_AT_ONCE = 2_000
 """Limit of segments that one listing adds to the database; the next listing continues."""
-_MOST_WAITING = 4_000
-"""Waiting segments from which on a listing adds only `_LEAST_SEGMENTS`, because every evaluation sorts all of them."""
 _LEAST_SEGMENTS = 200
+"""Limit of segments that a listing adds if `MOST_WAITING` wait."""
 UNLISTED = "unlisted_segments"
 """Key in a run's health: segments on the store that the last listing left to later ones."""
 
@@ -124,8 +124,8 @@ def _known(service: Service, run_id: int) -> _Known:
     with service.database.read() as session:
         rows = session.execute(select(Attempt).filter_by(run_id=run_id)).scalars().all()
         segments = session.execute(
-            select(Segment).where(Segment.run_id == run_id, Segment.state != "missing")
-        ).scalars()
+            select(*_OF_KEY, Segment.state).where(Segment.run_id == run_id, Segment.state != "missing")
+        )
         keys, waiting = set(), 0
         for row in segments:
             keys.add(key_of(row))
@@ -139,8 +139,11 @@ def _known(service: Service, run_id: int) -> _Known:
         )
 
 
-def key_of(row: Segment) -> SegmentKey:
-    """The key of a segment's row."""
+_OF_KEY = (Segment.attempt, Segment.node, Segment.writer, Segment.seq, Segment.first, Segment.last)
+
+
+def key_of(row: Segment | Row[Any]) -> SegmentKey:
+    """The key of a segment's row, or of a row with the columns of a key."""
     return SegmentKey(layout.WriterId(row.attempt, row.node, row.writer), row.seq, row.first, row.last)
 
 
@@ -171,19 +174,21 @@ class _Documents:
     def read(
         self, kind: type[_Document], entry: ObjectEntry, key_of: Callable[[_Document], str]
     ) -> _Document | None:
-        """A document with content that belongs to its key; None if it is damaged, or the limit is reached."""
+        """A document with content that belongs to its key; None if it is damaged or removed, or the limit is reached."""
         problem = self.refused.get(self.run_id, entry.key, entry.size)
         if problem is None:
             if self.left <= 0:
                 return None
             self.left -= min(entry.size, documents.MAX_BYTES)
             try:
-                data = self.store.get(entry.key, limit=documents.MAX_BYTES)
+                data = get_document(self.store, entry.key, documents.MAX_BYTES)
                 document = documents.decode(kind, data, entry.key)
                 if key_of(document) == entry.key:
                     return document
                 problem = f"{entry.key}: contains the document of {key_of(document)}"
-            except FormatError as error:
+            except NotFoundError:
+                return None
+            except (FormatError, BadNameError) as error:
                 problem = error.what
             self.refused.put(self.run_id, entry.key, entry.size, problem)
         self.problems[entry.key] = problem
@@ -243,7 +248,7 @@ def _chosen(stored: _Known, listing: _Listed) -> tuple[list[SegmentKey], int]:
     Segments of all writers alternate, in each writer's order, so that no writer waits for another one's backlog.
     """
     fresh = listing.segments - stored.segments
-    room = min(_SEGMENTS_AT_ONCE, max(_LEAST_SEGMENTS, _MOST_WAITING - stored.waiting))
+    room = min(_SEGMENTS_AT_ONCE, max(_LEAST_SEGMENTS, MOST_WAITING - stored.waiting))
     chosen = heapq.nsmallest(room, fresh, key=lambda key: (key.seq, key))
     return sorted(chosen), len(fresh) - len(chosen)
 
@@ -315,7 +320,9 @@ def _portions(ends: dict[str, list[EndDocument]]) -> Iterator[list[str]]:
 
 def _delete_bogus(session: Session, run: RunRow, before_ns: int, listing: _Listed, *, claimed: bool) -> int:
     """Delete old announcements of segments that the listing did not find; return their number."""
-    announced = session.execute(select(Segment).filter_by(run_id=run.id, state="announced")).scalars()
+    announced = session.execute(
+        select(Segment.id, Segment.found_ns, *_OF_KEY).filter_by(run_id=run.id, state="announced")
+    )
     bogus = [row.id for row in announced if row.found_ns <= before_ns and key_of(row) not in listing.segments]
     if not bogus:
         return 0

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -273,7 +274,7 @@ class EmbeddedService:
             )
         partial.replace(path)
         self._undo.append(lambda: path.unlink(missing_ok=True))
-        listing = contextlib.ExitStack()
+        listing = ExitStack()
         listing.enter_context(listed(home))
         self._undo.append(listing.close)
 

@@ -16,6 +16,8 @@ from watchstep_rules.engine.rule_inputs import History, Lookback
 from watchstep_services.service.judging import Loaded
 
 _ROWS = 2_000_000
+_BINS_OF_ROW = 40
+"""Histogram bins that take as much memory as a row."""
 
 
 class HistoryCache:
@@ -61,7 +63,8 @@ class HistoryCache:
 
 
 def _size(history: History) -> int:
-    return max(1, len(history.block) + 2 * len(history.block.catalogue))
+    bins = history.block.statistics.histogram.size
+    return max(1, len(history.block) + bins // _BINS_OF_ROW + 2 * len(history.block.catalogue))
 
 
 _RUNS = 4096

@@ -31,6 +31,7 @@ from watchstep_services.db.engine import Database
 from watchstep_services.service.caches import HistoryCache, PictureCache, RuleStateCache
 from watchstep_services.service.listings import ListingTimes, RefusedDocuments
 from watchstep_services.service.rule_time import LargeTurn, RunBatchSize, UsualTime
+from watchstep_services.service.waiting_segments import WaitingRoom
 from watchstep_services.stores.bulkhead import Bulkhead, HangingStores
 from watchstep_services.stores.opening import Stores, check_endpoint
 
@@ -95,6 +96,7 @@ class Service:
         pictures: cache of pictures of alerts.
         refused_documents: damaged documents of runs that this process has read.
         listing_times: durations of this process's listings of runs.
+        waiting_room: how many more announced segments each project may have waiting.
         large_turn: the large evaluation in progress in this process.
         usual_time: rule time of this process's evaluations that is not charged to projects yet.
         batch_size: how many runs this process evaluates together.
@@ -129,6 +131,7 @@ class Service:
     pictures: PictureCache = field(default_factory=PictureCache)
     refused_documents: RefusedDocuments = field(default_factory=RefusedDocuments)
     listing_times: ListingTimes = field(default_factory=ListingTimes)
+    waiting_room: WaitingRoom = field(default_factory=WaitingRoom)
     large_turn: LargeTurn = field(default_factory=LargeTurn)
     usual_time: UsualTime = field(default_factory=UsualTime)
     batch_size: RunBatchSize = field(default_factory=RunBatchSize)

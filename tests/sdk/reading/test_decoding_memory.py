@@ -19,19 +19,19 @@ WAIT_SECONDS = 60.0
 _EVERYTHING = Selection(())
 
 
-@given(st.lists(st.integers(0, 150), min_size=1, max_size=12))
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=12))
 def test_no_more_than_the_limit_is_decoded_at_once(sizes: list[int]) -> None:
     memory, lock = DecodingMemory(100), threading.Lock()
     taken, most = 0, 0
 
     def decode(size: int) -> None:
         nonlocal taken, most
-        with memory.reserve(size):
+        with memory.reserve(size, None, "object"):
             with lock:
-                taken += min(size, 100)
+                taken += size
                 most = max(most, taken)
             with lock:
-                taken -= min(size, 100)
+                taken -= size
 
     threads = [threading.Thread(target=decode, args=(size,)) for size in sizes]
     for thread in threads:
@@ -44,14 +44,27 @@ def test_no_more_than_the_limit_is_decoded_at_once(sizes: list[int]) -> None:
 
 def test_a_reader_waits_for_memory_as_long_as_its_time_lasts() -> None:
     memory = DecodingMemory(100)
-    with memory.reserve(60):
+    with memory.reserve(60, None, "a"):
         with (
             pytest.raises(OverBudgetError, match="use all the memory"),
-            memory.reserve(60, ReadBudget(0.01, 1)),
+            memory.reserve(60, ReadBudget(0.01, 1), "b"),
         ):
             raise AssertionError
-        with memory.reserve(40, ReadBudget(0.01, 1)):
+        with memory.reserve(40, ReadBudget(0.01, 1), "b"):
             pass
+
+
+def test_what_exceeds_the_limit_by_itself_is_refused_at_once() -> None:
+    memory = DecodingMemory(100 * 2**20)
+    with (
+        memory.reserve(60, None, "a"),
+        pytest.raises(
+            OverBudgetError,
+            match="large one: reading it may take 101 MiB of memory, and 100 MiB are allowed",
+        ),
+        memory.reserve(101 * 2**20, ReadBudget(60, 1), "large one"),
+    ):
+        raise AssertionError
 
 
 def test_what_is_released_can_be_taken_again_until_something_did_not_fit() -> None:

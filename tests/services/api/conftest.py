@@ -24,7 +24,12 @@ class Client:
     app: FastAPI
 
     def request(
-        self, method: str, path: str, *, content: str | None = None, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        content: str | None = None,
+        headers: dict[str, str] | httpx.Headers | None = None,
     ) -> httpx.Response:
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)

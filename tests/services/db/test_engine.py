@@ -23,6 +23,45 @@ def test_a_row_is_inserted_once(database: Database) -> None:
         assert session.execute(select(Project.description)).scalar_one() == "images"
 
 
+REFUSALS = {
+    "connection refused": True,
+    'connection to server at "127.0.0.1", port 5432 failed: FATAL:  the database system is starting up': True,
+    "FATAL:  the database system is not yet accepting connections\nDETAIL:  Consistent recovery state has not been yet reached.": True,
+    "FATAL:  sorry, too many clients already": True,
+    'FATAL:  password authentication failed for user "watchstep"': False,
+    'FATAL:  database "watchstep" does not exist': False,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_a_database_that_starts_is_waited_for(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    database = open_database(f"sqlite:///{tmp_path}/database")
+    answers = [ConfigError(f"database d: does not answer ({reason})", "check it")] * 3
+    pauses: list[float] = []
+
+    def check(_database: Database) -> None:
+        if answers:
+            raise answers.pop()
+
+    monkeypatch.setattr(Database, "check", check)
+    monkeypatch.setattr("watchstep_services.db.engine.time.sleep", pauses.append)
+    if not REFUSALS[reason]:
+        with pytest.raises(ConfigError, match="does not answer"):
+            database.wait(60)
+        assert (len(answers), pauses) == (2, [])
+        return
+    database.wait(60)
+    assert pauses == [0.25, 0.5, 1.0]
+    assert [record.message for record in caplog.records] == [
+        f"database d: does not answer ({reason}); trying again for 60 s"
+    ]
+    answers = [ConfigError(f"database d: does not answer ({reason})", "check it")]
+    with pytest.raises(ConfigError, match="does not answer"):
+        database.wait(0)
+
+
 def test_a_transaction_that_raises_leaves_nothing(database: Database) -> None:
     def write_twice() -> None:
         with database.write() as session:

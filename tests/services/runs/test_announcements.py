@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import event, select, text, update
+from sqlalchemy import event, insert, select, text, update
 from starlette.testclient import TestClient
 
 from tests.services.announcing import announcing
@@ -27,7 +27,11 @@ from watchstep_services.auth import create_token
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Project, RunRow, Segment
+from watchstep_services.db.records import MOST_WAITING
+from watchstep_services.runs.announcements import FOLLOWING, Announcement, accept_announcement
 from watchstep_services.runs.control import change, set_needs
+from watchstep_services.runs.registration import register
+from watchstep_services.service.waiting_segments import WaitingRoom
 
 WAIT = 60.0
 
@@ -284,6 +288,87 @@ def test_health_of_too_many_recorders_is_not_added(announced: Announcing) -> Non
     announced.control(*keys(1, writer="w0"), health={"said": "less"})
     assert announced.row.health["recorders"]["n/w0"] == {"said": "less"}
     assert len(announced.driven.segments(announced.run_id)) == 21
+
+
+def put(announced: Announcing, count: int, state: str = "announced") -> None:
+    """Put segments into the inbox, which no recorder has written."""
+    of_each = {
+        "run_id": announced.run_id,
+        "attempt": "a1",
+        "node": "n",
+        "seq": 0,
+        "first": 0,
+        "last": 3,
+        "state": state,
+    }
+    rows = [{**of_each, "writer": f"made{number}", "found_ns": 0} for number in range(count)]
+    with announced.driven.service.database.write() as session:
+        session.execute(insert(Segment), rows)
+
+
+def test_announcements_beyond_what_may_wait_are_ignored_and_slow_the_recorder(announced: Announcing) -> None:
+    stop = StopRequest("a1", 12, "diverged")
+    with announced.driven.service.database.write() as session:
+        change(session, announced.run_id, lambda document: document.with_stop(stop))
+    put(announced, MOST_WAITING - 2)
+    answer = announced.answer(*keys(0, 1, 2, 3), health={"rows": 3})
+    assert (answer.status_code, answer.json()["ignored"], answer.json()["pause_seconds"]) == (202, 2, 10.0)
+    assert ControlDocument.from_data(answer.json()["control"]).stop == stop
+    assert announced.row.health["recorders"] == {"n/w0": {"rows": 3}}
+    with announced.statements() as executed:
+        assert announced.answer(*keys(*range(2, 200))).json()["ignored"] == 198
+    assert len(executed) < 10, "what is ignored costs no statements"
+    segments = announced.driven.segments(announced.run_id)
+    assert len(segments) == MOST_WAITING
+    assert ("w0", 1) in segments
+
+
+def test_segments_after_one_that_was_read_are_accepted_beside_any_number_of_made_up_ones(
+    announced: Announcing,
+) -> None:
+    announced.control(*keys(0))
+    with announced.driven.service.database.write() as session:
+        session.execute(update(Segment).values(state="read"))
+    put(announced, MOST_WAITING)
+    mine = [*keys(1, 2, FOLLOWING, FOLLOWING + 1), *keys(1, writer="w1")]
+    assert announced.answer(*mine).json()["ignored"] == 2
+    assert announced.driven.segments(announced.run_id).keys() >= {("w0", 1), ("w0", 2), ("w0", FOLLOWING)}
+
+
+def test_the_runs_of_a_project_share_a_limit_and_other_projects_do_not_notice(announced: Announcing) -> None:
+    room = WaitingRoom(most=3, clock=lambda: 0.0)
+    service = replace(announced.driven.service, waiting_room=room)
+    put(announced, 1)
+    Driven(service).register("run-2")
+    other = register(service, "other", "run-1", (), "recorder")
+
+    def ignored(project: str, run: str, *segments: SegmentKey) -> int:
+        accepted = accept_announcement(
+            service.database, room, project, run, Announcement(segments, {}, urgent=False)
+        )
+        assert accepted is not None
+        return accepted.ignored
+
+    assert ignored(PROJECT, "run-2", *keys(0, 1)) == 0
+    assert ignored(PROJECT, "run-2", *keys(2)) == 1
+    assert ignored("other", "run-1", *keys(0, 1, 2)) == 0
+    assert len(announced.driven.segments(other)) == 3
+
+
+def test_the_room_of_a_project_is_counted_again_while_little_is_left() -> None:
+    seconds, waiting = [0.0], [4_500]
+    room = WaitingRoom(most=5_000, clock=lambda: seconds[0])
+    assert room.of("p", lambda: waiting[0]) == 500
+    room.take("p", 600)
+    waiting[0] = 0
+    assert room.of("p", lambda: waiting[0]) == 0, "not again within a second"
+    seconds[0] = 1.0
+    assert room.of("p", lambda: waiting[0]) == 5_000
+    seconds[0] = 2.0
+    waiting[0] = 5_000
+    assert room.of("p", lambda: waiting[0]) == 5_000, "half a minute if there is much"
+    seconds[0] = 31.0
+    assert room.of("p", lambda: waiting[0]) == 0
 
 
 def test_an_archived_project_accepts_no_segments(announced: Announcing) -> None:

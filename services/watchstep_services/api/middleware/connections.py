@@ -244,7 +244,7 @@ class _Limited(_Base):
     def _refuse(self, status: HTTPStatus) -> None:
         """Respond with an error and close. Data that the client does not read within a second is dropped."""
         retry = f"retry-after: {_RETRY_SECONDS}\r\n" if status == HTTPStatus.TOO_MANY_REQUESTS else ""
-        head = f"HTTP/1.1 {status.value} {status.phrase}\r\n{retry}content-length: 0\r\nconnection: close\r\n\r\n"
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\n{retry}cache-control: no-store\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode())
         self.transport.close()
         self.loop.call_later(_FLUSH_SECONDS, self.transport.abort)

@@ -150,6 +150,8 @@ class Routes:
                 return route, child["path_params"], frozenset()
             if match is Match.PARTIAL:
                 methods |= route.methods or set()
+        if "GET" in methods:
+            methods.add("HEAD")
         return None, {}, frozenset(methods)
 
     def _candidates(self, scope: Scope) -> tuple[Route, ...]:

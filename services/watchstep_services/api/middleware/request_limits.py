@@ -53,11 +53,17 @@ _STEPS[[ord("["), ord("{")]] = 1
 _STEPS[[ord("]"), ord("}")]] = -1
 
 
+_SINGLE = frozenset(
+    (b"authorization", b"content-length", b"content-type", b"host", b"idempotency-key", b"transfer-encoding")
+)
+"""Headers that a request may have once. Of several, a proxy and the service could obey different ones."""
+
+
 def check_head(scope: Scope) -> None:
-    """Check the size of the address and the headers.
+    """Check the size of the address and the headers, and that no header is ambiguous.
 
     Raises:
-        RequestRefusedError: 414 or 431.
+        RequestRefusedError: 400, 414 or 431.
     """
     for what, size, most in (
         ("path", len(scope.get("raw_path") or scope["path"]), MOST_PATH),
@@ -74,6 +80,14 @@ def check_head(scope: Scope) -> None:
             431,
             f"{len(headers)} headers of {size} bytes: over the limit of {MOST_HEADERS} headers and {MOST_HEADER_BYTES} bytes",
             "send fewer or shorter headers",
+        )
+    names = [name for name, _ in headers if name in _SINGLE]
+    if len(names) > len(set(names)):
+        repeated = next(name for name in names if names.count(name) > 1).decode()
+        raise RequestRefusedError(
+            400,
+            f"header {repeated}: {names.count(repeated.encode())} times, which of them applies is not defined",
+            "send it once; a proxy in front of the service may have added one",
         )
 
 

@@ -52,7 +52,7 @@ def read_snapshot(
         NotFoundError: the snapshot, or what is selected from it, does not exist.
         FormatError: the header is not valid.
         StoreError: the object could not be read.
-        OverBudgetError: other queries use the memory for decoding.
+        OverBudgetError: the header, or other queries, need too much of the memory for decoding.
     """
     try:
         size = store.size(key)
@@ -67,7 +67,7 @@ def read_snapshot(
     text = content[: _end(content)]
     needed = memory_needed(text) + _TEXTS * len(text)
     del text
-    with PROCESS.reserve(needed, budget):
+    with PROCESS.reserve(needed, budget, f"header of {key}"):
         try:
             return select(open_snapshot(_Start(store, content), key, size), size)
         except (FormatError, NotFoundError) as error:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from watchstep.errors import NotFoundError
 from watchstep.format.documents import memory_needed
-from watchstep.reading.budget import PROCESS, ReadBudget
+from watchstep.reading.budget import PROCESS, OverBudgetError, ReadBudget
 from watchstep.store.store import Store
 from watchstep.trace.indexed_trace import IndexedTrace, TraceArchive, index_trace, memory_to_index
 
@@ -29,6 +29,7 @@ class OpenedTraces:
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._limit = max_bytes
+        self._opening = threading.Lock()
         self._cached: OrderedDict[_Key, IndexedTrace] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -44,7 +45,7 @@ class OpenedTraces:
             NotFoundError: the trace does not exist.
             FormatError: it is damaged, or too large for the API.
             StoreError: the store cannot be read.
-            OverBudgetError: the query takes too long.
+            OverBudgetError: the query takes too long, or the trace needs more memory than one may.
         """
         try:
             size = store.size(path)
@@ -55,7 +56,16 @@ class OpenedTraces:
             if key in self._cached:
                 self._cached.move_to_end(key)
                 return self._cached[key]
-        opened = _opened(store, path, size, budget)
+        # One at a time: a second thread that reserves more while it keeps what it has read could wait for the first for ever.
+        if not self._opening.acquire(timeout=budget.remaining_seconds):
+            raise OverBudgetError("other traces are opened", "retry in some seconds")
+        try:
+            with self._lock:
+                opened = self._cached.get(key)
+            if opened is None:
+                opened = _opened(store, path, size, budget)
+        finally:
+            self._opening.release()
         with self._lock:
             self._cached[key] = opened
             self._cached.move_to_end(key)
@@ -66,9 +76,12 @@ class OpenedTraces:
 
 def _opened(store: Store, path: str, size: int, budget: ReadBudget) -> IndexedTrace:
     archive = TraceArchive(store, path, size)
-    with PROCESS.reserve(_READ_FACTOR * (archive.head_bytes + archive.operations_bytes), budget):
+    read = _READ_FACTOR * (archive.head_bytes + archive.operations_bytes)
+    with PROCESS.reserve(read, budget, path):
         head, operations = archive.head(), archive.operations()
         budget.check()
-    # Parsing takes several times the memory of the text, so it is reserved by what the text contains.
-    with PROCESS.reserve(memory_needed(head) + memory_to_index(operations, budget.check), budget):
-        return index_trace(path, head, operations, budget.check)
+        # Parsing takes several times the memory of the text, so it is reserved by what the text contains.
+        needed = memory_needed(head) + memory_to_index(operations, budget.check)
+        PROCESS.check_size(needed, path)
+        with PROCESS.reserve(max(0, needed - read), budget, path):
+            return index_trace(path, head, operations, budget.check)

@@ -46,28 +46,42 @@ def pause_seconds(lag_ns: int) -> float:
     return 0.0 if lag < _LAGS_SECONDS else min(_LONGEST_PAUSE, 2 * lag)
 
 
-@router.post("", summary="Announce segments", response_model=AnnouncementResponse)
+@router.post(
+    "",
+    summary="Announce segments",
+    response_model=AnnouncementResponse,
+    responses={
+        202: {"model": AnnouncementResponse, "description": "Some were ignored, because too many wait."}
+    },
+)
 @permits("record", any_text=True)  # a refused announcement would delay alerts
 def announce(project: str, run: str, body: AnnouncementInput, service: Served) -> Response:
-    """Add segments to the inbox. The service reads their content from the store only. Archived projects accept no segments."""
+    """Add segments to the inbox. The service reads their content from the store only. Archived projects accept no segments.
+
+    Segments are ignored if too many of the run or of the project wait for their evaluation; the service finds them on the store.
+    """
     run_prefix(project, run)
     announcement = Announcement(_keys(body), body.health, body.urgent)
     failpoint("announce.accepting", f"{project}/{run}")
-    accepted = accept_announcement(service.database, project, run, announcement)
+    accepted = accept_announcement(service.database, service.waiting_room, project, run, announcement)
     if accepted is None:
         raise unknown_run(project, run)
     failpoint("announce.accepted", accepted.run_id)
     metrics.ANNOUNCEMENTS.labels("fresh").inc(accepted.fresh)
-    metrics.ANNOUNCEMENTS.labels("known").inc(len(announcement.keys) - accepted.fresh)
+    metrics.ANNOUNCEMENTS.labels("known").inc(len(announcement.keys) - accepted.fresh - accepted.ignored)
+    metrics.ANNOUNCEMENTS.labels("ignored").inc(accepted.ignored)
     if body.health:
         metrics.count_recorder_report(accepted.health_before, body.health)
     if accepted.fresh and accepted.lag_ns is None:  # otherwise an earlier announcement has queued the run
         service.notifier.run_changed(accepted.run_id, accepted.cached_by)
-    control, pause = accepted.control, pause_seconds(accepted.lag_ns or 0)
+    control = accepted.control
+    pause = _LONGEST_PAUSE if accepted.ignored else pause_seconds(accepted.lag_ns or 0)
     answer = _cached_answer(control) if len(control) <= _CACHED_CHARACTERS else _control_answer(control)
     evaluated = "true" if accepted.evaluated else "false"
+    # The control document is in every answer, so that a recorder that announces too much receives a stop, too.
     return Response(
-        f'{{"control":{answer},"pause_seconds":{pause},"evaluated":{evaluated}}}',
+        f'{{"control":{answer},"pause_seconds":{pause},"evaluated":{evaluated},"ignored":{accepted.ignored}}}',
+        202 if accepted.ignored else 200,
         media_type="application/json",
     )
 

@@ -152,7 +152,7 @@ class _Reading:
                 if size > MAX_OBJECT_BYTES:
                     self.damaged.append(key.path)
                     continue
-                with PROCESS.reserve(_MEMORY_FACTOR * size, self.budget):
+                with PROCESS.reserve(_MEMORY_FACTOR * size, self.budget, key.path):
                     self._add(key, self.store.get(key.path, limit=size))
             except NotFoundError:
                 continue  # removed after listing

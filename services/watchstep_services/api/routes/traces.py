@@ -494,7 +494,7 @@ def _diagnosed(trace: IndexedTrace, budget: ReadBudget) -> Diagnosis:
     """Diagnose the steps with values that are not finite, up to the first one with damage. Only one step is in memory."""
     contained: list[Operation] = []
     for step in trace.faulty_steps():
-        with PROCESS.reserve(trace.memory_of_step(step), budget):
+        with PROCESS.reserve(trace.memory_of_step(step), budget, f"step {step} of the trace"):
             found = diagnose(trace.step_trace(step, budget.check), step)
         contained.extend(found.contained[:_MAX_ORIGINS])
         if found.first is not None:

@@ -169,6 +169,10 @@ class AnnouncementResponse(BaseModel):
     evaluated: bool = Field(
         False, description="Whether rows of the run were evaluated since it was last registered."
     )
+    ignored: int = Field(
+        0,
+        description="Segments that were not added to the inbox, because too many wait for their evaluation.",
+    )
 
 
 class OverriddenRule(BaseModel):

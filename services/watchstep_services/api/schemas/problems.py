@@ -40,6 +40,7 @@ class ProblemType:
 
 
 TYPES: dict[str, ProblemType] = {
+    "malformed": ProblemType(400, "A header that may occur once occurs several times."),
     "no-token": ProblemType(401, "The token is missing or not valid."),
     "not-allowed": ProblemType(403, "The token's role or project does not allow this."),
     "not-found": ProblemType(404, "The object does not exist, or the token may not see it."),

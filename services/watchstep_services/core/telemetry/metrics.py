@@ -63,7 +63,7 @@ LIMITS_OPEN = Counter(
 )
 ANNOUNCEMENTS = Counter(
     "watchstep_announcements",
-    "Announced segments: `fresh`, or `known` already.",
+    "Announced segments: `fresh`, `known` already, or `ignored` because too many wait.",
     ["result"],
     registry=REGISTRY,
 )
@@ -168,7 +168,7 @@ RECORDER_COUNTS: dict[str, Counter] = {
 
 for _outcome in ("committed", "idle", "busy", "fenced", "failed"):
     EVALUATIONS.labels(_outcome)
-for _result in ("fresh", "known"):
+for _result in ("fresh", "known", "ignored"):
     ANNOUNCEMENTS.labels(_result)
 for _result in ("read", "corrupt", "missing"):
     SEGMENTS.labels(_result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.services.api.conftest import Api
+from tests.services.api.conftest import Api, Client
 from tests.services.api.walking import operations
+from tests.services.recording import PROJECT
+from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.request_limits import (
     MOST_BODY,
     MOST_DEPTH,
@@ -174,6 +177,49 @@ def test_an_address_and_headers_over_the_limit(api: Api) -> None:
     ):
         answer = api.client.request("GET", path, headers=headers)
         is_problem(answer, status, "over the limit")
+
+
+def test_a_header_that_is_ambiguous_is_refused(api: Api) -> None:
+    token = f"Bearer {api.token('viewer')}"
+    for name, value in (
+        ("host", "service.test"),
+        ("authorization", token),
+        ("content-type", "application/json"),
+    ):
+        headers = httpx.Headers([("authorization", token), *[(name, value)] * 2])
+        is_problem(api.client.request("GET", RUNS, headers=headers), 400, f"header {name}: ")
+    headers = httpx.Headers([("authorization", token), *[("accept", "application/json")] * 2])
+    assert api.client.request("GET", RUNS, headers=headers).status_code == 200
+
+
+def test_head_is_get_without_a_body(api: Api) -> None:
+    """On every address, with a token and without, and also where GET is refused."""
+    driven = api.driven.with_settings(failures_per_minute=0)
+    driven.register()
+    api = Api(Client(create_app(driven.service)), driven)
+    headers = {"authorization": f"Bearer {api.token('viewer')}"}
+    values = {"project": PROJECT, "run": "run-1", "fingerprint": "f" * 32}
+    paths = [
+        re.sub(r"\{(\w+)\}", lambda part: values.get(part[1], "1"), path)
+        for path in api.client.app.openapi()["paths"]
+    ]
+    for path in ("/", "/docs", "/openapi.json", "/nothing", *paths):
+        for chosen in (headers, None):
+            if path.endswith("/stream") and chosen:
+                continue
+            got, head = (api.client.request(method, path, headers=chosen) for method in ("GET", "HEAD"))
+            assert head.content == b"", path
+            assert head.status_code == got.status_code, path
+            assert head.headers.keys() == got.headers.keys(), path
+            assert got.status_code < 400 or got.headers["cache-control"] == "no-store", path
+    stream = f"/v1/projects/{PROJECT}/events/stream"
+    assert api.client.request("HEAD", stream, headers=headers).status_code == 200
+    refused = api.client.request("POST", "/healthz", headers=headers)
+    assert (refused.status_code, refused.headers["allow"], refused.headers["cache-control"]) == (
+        405,
+        "GET, HEAD",
+        "no-store",
+    )
 
 
 def depth_by_hand(value: Any) -> int:

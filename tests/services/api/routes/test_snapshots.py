@@ -123,10 +123,10 @@ def test_headers_are_parsed_within_the_memory_for_decoding(
 ) -> None:
     driven = recorded.driven.with_settings(query_seconds=1)
     hasty = Api(Client(create_app(driven.service)), driven)
-    memory = DecodingMemory(1)
+    memory = DecodingMemory(2**20)
     monkeypatch.setattr(snapshot_headers, "PROCESS", memory)
     paths = ("", "/tensor?name=bias", "/summary?name=bias")
-    with memory.reserve(1):
+    with memory.reserve(2**20, None, "another one"):
         for path in paths:
             refused = ask(hasty, f"/a1/0/5/train{path}")
             assert (refused.status_code, "memory for reading" in refused.json()["detail"]) == (413, True), (
@@ -134,6 +134,10 @@ def test_headers_are_parsed_within_the_memory_for_decoding(
             )
     for path in paths:
         assert ask(hasty, f"/a1/0/5/train{path}").status_code == 200, path
+    monkeypatch.setattr(snapshot_headers, "PROCESS", DecodingMemory(1000))
+    for path in paths:
+        refused = ask(hasty, f"/a1/0/5/train{path}")
+        assert (refused.status_code, "may take" in refused.json()["detail"]) == (413, True), path
 
 
 def test_an_error_does_not_keep_a_header_in_memory() -> None:

@@ -7,6 +7,7 @@ import json
 import struct
 import tracemalloc
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
@@ -22,7 +23,7 @@ from tests.services.api.conftest import Api
 from tests.services.recording import Recording
 from watchstep.errors import FormatError
 from watchstep.format.layout import TraceKey
-from watchstep.reading.budget import OverBudgetError, ReadBudget
+from watchstep.reading.budget import DecodingMemory, OverBudgetError, ReadBudget
 from watchstep.store.store import Store
 from watchstep.trace import (
     CallSite,
@@ -37,6 +38,7 @@ from watchstep.trace import (
 )
 from watchstep.trace.indexed_trace import MAX_TEXTS, index_trace, memory_to_index
 from watchstep.trace.trace_file import encode_trace
+from watchstep_services.api.queries import traces
 from watchstep_services.api.queries.state import Queries
 from watchstep_services.api.queries.traces import OpenedTraces
 from watchstep_services.retention import delete_objects
@@ -452,6 +454,39 @@ def test_a_damaged_stack_is_refused(traced: Api, folder_store: Store) -> None:
     Recording(folder_store).store.put(TraceKey("a1", 4, 0, 0).path, content)
     assert ask(traced, "/a1/4/0/0/operations").status_code == 200
     assert ask(traced, "/a1/4/0/0/operations/0").status_code == 502
+
+
+def test_traces_that_take_more_memory_than_their_text_are_refused(traced: Api, folder_store: Store) -> None:
+    """Each is some kilobytes on the store, and takes gigabytes once it is parsed."""
+    store = Recording(folder_store).store
+    lists = b"[" + b"[]," * 5_000_000 + b"[]]"
+    hostile = {
+        "head": archive(trace_json=HEAD.replace(b"{", b'{"x": ' + lists + b",", 1), operations_jsonl=LINE),
+        "operations": archive(trace_json=HEAD, operations_jsonl=b"[" * 90_000_000),
+    }
+    for number, (member, content) in enumerate(hostile.items(), 5):
+        key = TraceKey("a1", number, 0, 0)
+        store.put(key.path, content)
+        refused = ask(traced, f"/a1/{number}/0/0")
+        assert refused.status_code == 413, member
+        assert "384 MiB are allowed" in refused.json()["detail"], member
+        assert key.path in refused.json()["detail"], member
+
+
+def test_traces_are_opened_one_at_a_time_within_the_memory_for_decoding(
+    traced: Api, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one has read stays reserved while it reserves more, so that two would wait for each other."""
+    memory = DecodingMemory(20 * 2**20)
+    monkeypatch.setattr(traces, "PROCESS", memory)
+    store = Recording(folder_store).store
+    opened = OpenedTraces(max_bytes=1)
+    paths = [KEY.path, TraceKey("a1", 1, 5, 5).path]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda path: opened.open(store, path, ReadBudget(60, 1)), paths * 8))
+    assert {len(trace) for trace in found} == {7}
+    with memory.reserve(20 * 2**20, None, "another one"), pytest.raises(OverBudgetError):
+        OpenedTraces().open(store, paths[0], ReadBudget(0.01, 1))
 
 
 def test_the_cache_is_bounded(folder_store: Store) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
+import numpy as np
 import pytest
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, Value, nan_from
-from watchstep.errors import FormatError
+from watchstep.errors import ConfigError, FormatError
 from watchstep.format import ipc, segment
 from watchstep.format.block import Block
+from watchstep.format.segment_checks import check_histograms
+from watchstep.format.statistics import Histograms
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.db.models import RunRow
+from watchstep_services.evaluation import collect
 from watchstep_services.runs.rule_configs import put_one
 
 HEADROOM = RuleConfig(rule="number_format_headroom", params={"number_format": "fp16"})
@@ -28,16 +34,16 @@ def test_they_are_read_from_when_a_rule_needs_them(
     asked: list[bool] = []
     decode = segment.decode
 
-    def told(data: bytes, name: str, *, histograms: bool = True) -> Block:
+    def told(data: bytes, name: str, *, histograms: bool = True, **limits: int) -> Block:
         asked.append(histograms)
-        return decode(data, name, histograms=histograms)
+        return decode(data, name, histograms=histograms, **limits)
 
     monkeypatch.setattr(segment, "decode", told)
     recording, run_id = Recording(folder_store).begin(), driven.register()
     for seq in range(3):
         driven.announce(run_id, recording.write(seq, 4 * seq, 4 * seq + 3))
         driven.settle(run_id)
-    assert asked == [True, False, False]  # at first nothing is known of its rules
+    assert asked == [False, False, False]
     with driven.service.database.write() as session:
         put_one(session, session.get_one(RunRow, run_id), HEADROOM)
     for seq in range(3, 5):
@@ -45,6 +51,44 @@ def test_they_are_read_from_when_a_rule_needs_them(
         driven.settle(run_id)
     assert all(asked[3:])
     assert driven.alerts(run_id)["number_format_headroom"][0] == "firing"
+
+
+def test_segments_with_more_than_recorders_write_are_read_without_them_or_refused(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Recording(folder_store).begin()
+    key = recording.write(0, 0, 11)
+    data = recording.store.get(key.path)
+    assert collect.decode(data, key, histograms=True).statistics.histogram.size == 36
+    monkeypatch.setattr(collect, "SEGMENT_BINS", 35)
+    block = collect.decode(data, key, histograms=True)
+    assert (len(block), block.statistics.histogram.size) == (36, 0)
+    with pytest.raises(ConfigError, match="were not read"):
+        block.statistics.histogram.row(0)
+    monkeypatch.setattr(collect, "SEGMENT_ROWS", 35)
+    with pytest.raises(FormatError, match="contains 36 rows; at most 35 are read"):
+        collect.decode(data, key, histograms=False)
+
+
+def test_decoding_takes_little_more_than_the_bins() -> None:
+    """Also if the rows are not in order, and if another order of them is requested."""
+    rows, bins = 2_000, 1_000
+    lengths = np.full(rows, bins)
+    histogram = Histograms(
+        np.concatenate([[0], np.cumsum(lengths)]),
+        np.tile(np.arange(bins, dtype=np.int16) - bins // 2, rows),
+        np.ones(rows * bins, np.int64),
+    )
+    order = np.random.default_rng(0).permutation(rows)
+    tracemalloc.start()
+    try:
+        check_histograms(histogram)
+        taken = histogram.take(order)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (taken.bins == histogram.bins).all()
+    assert peak < histogram.bytes + 24 * 2**20, "the copy, and the indices of a portion"
 
 
 def test_damage_in_them_that_was_not_looked_at_holds_up_no_other_rule(

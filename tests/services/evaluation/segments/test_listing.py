@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("small_listings")
 @pytest.fixture
 def small_listings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovering, "_SEGMENTS_AT_ONCE", 10)
-    monkeypatch.setattr(discovering, "_MOST_WAITING", 15)
+    monkeypatch.setattr(discovering, "MOST_WAITING", 15)
     monkeypatch.setattr(discovering, "_LEAST_SEGMENTS", 2)
 
 

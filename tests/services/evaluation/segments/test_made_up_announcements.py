@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from sqlalchemy import select
+from sqlalchemy import insert, select
 
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
@@ -12,6 +14,14 @@ from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.store.store import Store
 from watchstep_services.db.models import Project, Segment
 from watchstep_services.evaluation import collect
+from watchstep_services.evaluation.inbox import (
+    MOST_ENTRIES,
+    Gap,
+    GapTimeout,
+    InboxEntry,
+    make_plan,
+    open_inbox,
+)
 from watchstep_services.runs.discovery import discover
 
 MOST = 32
@@ -90,6 +100,33 @@ def test_more_announcements_are_forgotten_than_a_statement_has_parameters(
     driven_sqlite.announce(run_id, *made_up(40_000), recording.write(0, 0, 3))
     driven_sqlite.settle(run_id)
     assert states(driven_sqlite, run_id) == {"read": 1}
+
+
+def test_an_inbox_has_the_first_segments_of_each_writer_and_a_limit(
+    driven: Driven, folder_store: Store
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 3))
+    writers = [WriterId("a1", "node", f"fake{number}") for number in range(MOST_ENTRIES // 2)]
+    of_each = {"run_id": run_id, "first": 0, "last": 3, "state": "announced", "found_ns": 0}
+    rows = [{**of_each, **vars(writer), "seq": seq} for seq in (3, 1, 2) for writer in writers]
+    with driven.service.database.write() as session:
+        session.execute(insert(Segment), rows)
+    inbox = open_inbox(driven.service.database, run_id)
+    assert inbox.is_cut
+    assert len(inbox.entries) == MOST_ENTRIES
+    assert {entry.key.seq for entry in inbox.entries} == {0, 1, 2}
+
+
+def test_an_end_is_no_gap_while_the_inbox_has_only_the_first_segments() -> None:
+    writer = WriterId("a1", "node", "w0")
+    entry = InboxEntry(1, SegmentKey(writer, 0, 0, 3), 0)
+    ends = {"a1": {"0": {"writer": "w0", "segments": 9, "found_ns": 0}}}
+    timeout = GapTimeout(now_ns=10, gap_ns=1, listed=True)
+    assert make_plan({}, [entry], ends, timeout).trailing == (Gap(writer, 1, 9, 0),)
+    cut = make_plan({}, [entry], ends, replace(timeout, ends_known=False))
+    assert (len(cut.readable), cut.waiting, cut.trailing) == (1, (), ())
 
 
 def test_look_ups_of_absent_segments_defer_the_project(driven: Driven) -> None:
