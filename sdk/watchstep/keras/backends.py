@@ -17,6 +17,7 @@ import keras
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
 from watchstep.hook import Hook
+from watchstep.keras.internals import keras_names
 from watchstep.keras.names import describe
 from watchstep.keras.optimizer_calls import OptimizerCall
 from watchstep.stopping import StopTraining
@@ -329,7 +330,8 @@ class JaxUpdates(KerasUpdates):
         open_hook, self._open_hook = self._open_hook, None
         hook = None if open_hook is None else open_hook()
         if hook is not None:
-            self._session = hook._session  # noqa: SLF001 - part of the hook's own package
+            keras_names.report_to(hook._health)  # noqa: SLF001 - part of the hook's own package
+            self._session = hook._session  # noqa: SLF001 - as above
             self._module.record_with(hook)
 
     def session(self) -> Session | None:
