@@ -59,17 +59,18 @@ PYTORCH = (
     "tests/sdk/pytorch/test_internals.py",
     "tests/sdk/pytorch/test_watch.py",
     "tests/sdk/pytorch/test_forward_passes.py",
-    "tests/sdk/pytorch/test_running_statistics.py",
-    "tests/sdk/pytorch/loaders",
-    "tests/sdk/pytorch/losses",
-    "tests/sdk/pytorch/parameters",
+    "tests/sdk/pytorch/loaders/test_loader_batches.py",
+    "tests/sdk/pytorch/losses/test_losses_per_step.py",
+    "tests/sdk/pytorch/parameters/test_clipping.py",
+    "tests/sdk/pytorch/parameters/test_mixed_precision.py",
+    "tests/sdk/pytorch/parameters/test_optimizers.py",
+    "tests/sdk/wrapper/test_run_capture.py",
     # Stops and skipped updates.
     "tests/sdk/test_hook.py",
-    "tests/sdk/pytorch/policy",
+    "tests/sdk/pytorch/policy/test_update_policy.py",
     # Bundles, traces and replay.
-    "tests/sdk/pytorch/bundles",
+    "tests/sdk/pytorch/bundles/test_bundles.py",
     "tests/sdk/trace/test_online.py",
-    "tests/sdk/trace/test_tracer.py",
     "tests/sdk/replay/test_replay.py",
 )
 

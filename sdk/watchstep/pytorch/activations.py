@@ -53,8 +53,7 @@ from watchstep.pytorch.tensors import full_tensors
 
 # Called for each module of each pass, so they are not looked up there.
 is_compiling = torch.compiler.is_compiling
-current_graph_task = internals.graph_task_id.value
-functorch_level = internals.functorch_level.value
+graph_task_id, functorch_level = internals.graph_task_id, internals.functorch_level
 
 _DEEPEST = 20
 """Maximum nesting of containers that are searched."""
@@ -183,7 +182,7 @@ class PartPasses:
 
 def _recomputes() -> bool:
     """Return whether this forward pass runs inside a backward pass, like the second one of activation checkpointing."""
-    return bool(current_graph_task() != -1)
+    return bool(graph_task_id.value() != -1)
 
 
 def _gradients_enabled() -> bool:
@@ -311,8 +310,8 @@ class _OutputHook(ModuleHook):
             and module.training
             and unmeasured.session.mode == "train"
             and unmeasured.thread == get_ident()
-            and current_graph_task() == -1
-            and functorch_level() is None
+            and graph_task_id.value() == -1
+            and functorch_level.value() is None
         ):
             unmeasured.note(self._describe, output)
         else:
@@ -364,7 +363,9 @@ class ActivationHooks:
         self._unchanged = Unchanged(probes)
         self._sums = ChannelSums(probes)
         hooked = 0
-        for order, (path, module) in enumerate(names.model.named_modules()):
+        for order, (path, module) in enumerate(
+            names.model.named_modules() if internals.sees_passes() else ()
+        ):
             try:
                 hooked += self._listen(names, order, path, module, handles)
             except Exception as error:  # noqa: BLE001 - a module whose attributes raise: the others are recorded

@@ -396,11 +396,21 @@ _step_owner = Attribute(
     "a step that is tried again after an exception is not a step of its own",
 )
 """A local variable of that wrapper."""
-_clip_body = Attribute(
-    "torch.nn.utils.clip_grad_norm_.func", "gradients before clipping, and their norm, are not recorded"
+_clip_bodies = {
+    "clip_grad_value_": Attribute(
+        "torch.nn.utils.clip_grad_value_.func", "gradients before clipping by value are not recorded"
+    ),
+    "clip_grad_norm_": Attribute(
+        "torch.nn.utils.clip_grad_norm_.func",
+        "gradients before clipping by norm, and their norm, are not recorded",
+    ),
+}
+"""Free variables of the functions that clip gradients: the functions that do the work."""
+_clip_with_norm = Attribute(
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_",
+    "gradients before clipping by norm, and their norm, are recorded where clip_grad_norm_ is called",
 )
-"""A free variable of the functions that clip gradients: the function that does the work."""
-_clip_with_norm = Attribute("torch.nn.utils.clip_grad._clip_grads_with_norm_", "")
+"""Called by clip_grad_norm_, since 2.6."""
 _own_step_hooks = Attribute(
     "torch.optim.Optimizer._optimizer_step_pre_hooks",
     "nothing is lost: the gate policy checks gradients twice",
@@ -478,18 +488,14 @@ def clipping_functions(clip_grad: Any) -> dict[str, CellType]:
         clip_grad: The module `torch.nn.utils.clip_grad`.
     """
     cells = {}
-    by_norm = (
-        _clip_with_norm.name if _clip_with_norm.peek(clip_grad) is not None else "clip_grad_norm_"
-    )  # the former since 2.6
-    for name in ("clip_grad_value_", by_norm):
-        function = getattr(clip_grad, name, None)
+    for name, body in _clip_bodies.items():
+        called = _clip_with_norm.peek(clip_grad) if name == "clip_grad_norm_" else None  # since 2.6
+        function = getattr(clip_grad, name, None) if called is None else called
         names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-        if _clip_body.is_missing or _clip_body.name not in names:
-            _clip_body.of(None)
-            continue
-        cell: CellType = function.__closure__[names.index(_clip_body.name)]  # type: ignore[union-attr]
-        if callable(cell.cell_contents):
-            cells[name] = cell
+        if body.is_missing or body.name not in names:
+            body.of(None)
+        elif callable((cell := function.__closure__[names.index(body.name)]).cell_contents):  # type: ignore[union-attr]
+            cells[name if called is None else _clip_with_norm.name] = cell
     return cells
 
 
