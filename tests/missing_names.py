@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 WITHOUT_WATCHSTEP = "without Watchstep"
 COMPLETE = "complete"
+WITHOUT_MODULE = "without a module of Watchstep"
 
 
 def remove(names: Any, key: str) -> None:

@@ -139,12 +139,17 @@ class FrameworkNames:
             owner = getattr(owner, attribute)
         setattr(owner, last, value)
 
-    def lacks(self, key: str) -> None:
-        """Note that a name is missing, or is not what it was. It is also logged, once."""
+    def lacks(self, key: str, reason: str = "") -> None:
+        """Note that a name is missing, or is not what it was. It is also logged, once.
+
+        Args:
+            key: its key.
+            reason: why it is of no use; by default that it is missing.
+        """
         cost = self.table[key].cost
         if cost in self._costs:
             return
-        reason = self._costs[cost] = self._reason(key)
+        reason = self._costs[cost] = reason or self._reason(key)
         _log.warning("watchstep: %s: %s: unavailable: %s. Training continues.", self.framework, cost, reason)
         for health in tuple(self._listeners):
             self._note(health, cost, reason)
@@ -207,9 +212,6 @@ def unrecorded(framework: str, error: Exception, base: type = object) -> Any:
     class Recording(base):  # type: ignore[misc]
         """Records nothing."""
 
-        order = 25
-        before_iteration = False
-
         def __init__(self, hook: Any = None, *_: Any, **__: Any) -> None:
             super().__init__()
             if hook is not None:
@@ -219,4 +221,6 @@ def unrecorded(framework: str, error: Exception, base: type = object) -> Any:
         def __call__(self, *_: Any, **__: Any) -> None:
             """Do nothing, as a callback of LightGBM."""
 
+    if base is object:  # LightGBM reads these of a callback
+        Recording.order, Recording.before_iteration = 25, False
     return Recording

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+
+import numpy as np
 
 from watchstep.capture.framework_names import FrameworkName, FrameworkNames
 
@@ -35,6 +38,7 @@ jax_names = FrameworkNames(
         "ref_is_committed": at(_INNER, "jax:Ref.committed"),
         "ref_is_committed_inside": at(_INNER, "jax:Ref._committed"),
         "ref_memory": at(_INNER, "jax:*._refs._buf"),
+        "ref_exchange": at(_INNER, "jax:*._replace_with"),
         "context_mesh": at(_INNER, "jax.sharding:get_abstract_mesh"),
         "wide_numbers": at(_INNER, "jax:enable_x64", "jax.experimental:enable_x64"),
         # Modules of JAX whose functions are among the callers while they trace.
@@ -81,7 +85,7 @@ _SCANS = frozenset({"scan", "scan3", "scan_nocarry"})
 
 def has_rings() -> bool:
     """Return whether this JAX has all that recording updates in device memory needs."""
-    return jax_names.has(
+    has_names = jax_names.has(
         "new_ref",
         "ref",
         "ref_is_committed",
@@ -93,6 +97,31 @@ def has_rings() -> bool:
         "loops",
         *_OBSTACLES,
     )
+    return has_names and _exchanges_memory()
+
+
+@functools.cache
+def _exchanges_memory() -> bool:
+    """Return whether a dispatch may exchange the memory of a Ref for an array that has been placed on a device.
+
+    A program with rings has the outputs of one without them. JAX 0.12 raises after such a dispatch if the memory was not placed before.
+    """
+    import jax
+
+    with jax.ensure_compile_time_eval():
+        memory = jax.numpy.asarray(np.zeros(1, np.float32))
+        placed = jax.device_put(np.zeros(1, np.float32), jax.local_devices()[0])
+        exchange = jax_names.of(memory, "ref_exchange")
+        if exchange is None:
+            return False
+        try:
+            exchange(placed)
+        except Exception as error:  # noqa: BLE001 - whatever this JAX raises
+            jax_names.lacks(
+                "ref_exchange", f"jax {jax.__version__} raises {str(error).splitlines()[0][:100]!r}"
+            )
+            return False
+    return True
 
 
 def has_activations() -> bool:

@@ -161,7 +161,7 @@ class KerasUpdates:
         self.settle()
         losses, session = self._losses, self.session()
         losses.pending.clear()
-        if losses.computed and not losses.updates and session is not None:
+        if losses.computed and not losses.updates and session is not None and keras_names.has("apply"):
             name = type(getattr(trainer, "optimizer", None)).__name__
             session.health.note(
                 "keras", f"updates of {name} are not observed: it applies gradients by code of its own"

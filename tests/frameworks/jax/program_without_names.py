@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from typing import Any
 
 import flax.linen
@@ -13,7 +14,14 @@ import numpy as np
 import optax
 from flax import nnx
 
-from tests.missing_names import COMPLETE, WITHOUT_WATCHSTEP, print_results, recorded, remove
+from tests.missing_names import (
+    COMPLETE,
+    WITHOUT_MODULE,
+    WITHOUT_WATCHSTEP,
+    print_results,
+    recorded,
+    remove,
+)
 from watchstep.jax.internals import jax_names
 
 BATCH = np.linspace(-1.0, 1.0, 8, dtype=np.float32).reshape(4, 2)
@@ -144,7 +152,9 @@ def _run(key: str) -> dict[str, Any]:
     if key == WITHOUT_WATCHSTEP:
         return {"result": _program(PARTS)}
     parts: Any = PARTS
-    if key != COMPLETE:
+    if key == WITHOUT_MODULE:
+        sys.modules["watchstep.jax.recording"] = None  # type: ignore[assignment]
+    elif key != COMPLETE:
         parts = NEEDED.get(jax_names.table[key].cost, (compiled, scanned))
         remove(jax_names, key)
 
@@ -156,7 +166,7 @@ def _run(key: str) -> dict[str, Any]:
     return recorded(start, lambda _: _program(parts))
 
 
-ALL = (WITHOUT_WATCHSTEP, COMPLETE, *jax_names.table)
+ALL = (WITHOUT_WATCHSTEP, COMPLETE, WITHOUT_MODULE, *jax_names.table)
 
 if __name__ == "__main__":
-    print_results(ALL, _run)
+    print_results(sys.argv[1:] or ALL, _run)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.missing_names import COMPLETE, WITHOUT_WATCHSTEP, results_of
+from tests.missing_names import COMPLETE, WITHOUT_MODULE, WITHOUT_WATCHSTEP, results_of
 
 pytest.importorskip("jax")
 from watchstep.jax.internals import jax_names
@@ -23,6 +23,12 @@ def test_a_complete_jax_costs_nothing(results: dict[str, Any]) -> None:
     assert not complete["faults"]
     assert not [note for note in complete["notes"] if note.startswith("JAX: ")]
     assert {"kernel:gradient", "loss", "first:output", "dense:output"} <= set(complete["tensors"])
+
+
+def test_a_module_that_cannot_be_imported_ends_no_training(results: dict[str, Any]) -> None:
+    result = results[WITHOUT_MODULE]
+    assert result["result"] == results[WITHOUT_WATCHSTEP]["result"]
+    assert list(result["faults"]) == ["JAX is not recorded"]
 
 
 @pytest.mark.parametrize("key", jax_names.table)

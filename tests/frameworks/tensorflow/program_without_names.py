@@ -11,7 +11,14 @@ os.environ["KERAS_BACKEND"] = "tensorflow"
 import numpy as np
 import tensorflow as tf
 
-from tests.missing_names import COMPLETE, WITHOUT_WATCHSTEP, print_results, recorded, remove
+from tests.missing_names import (
+    COMPLETE,
+    WITHOUT_MODULE,
+    WITHOUT_WATCHSTEP,
+    print_results,
+    recorded,
+    remove,
+)
 from watchstep.keras.internals import keras_names
 from watchstep.tensorflow.internals import tensorflow_names
 
@@ -79,12 +86,20 @@ def _start_tapes(hook: Any) -> None:
     Recording(hook)
 
 
+def _break(package: str) -> None:
+    """Let the import of a package's recording raise."""
+    del sys.modules[package]
+    sys.modules[f"{package}.recording"] = None  # type: ignore[assignment]
+
+
 def _run(key: str) -> dict[str, Any]:
     framework, _, name = key.partition(":")
     if framework == "TensorFlow":
         if name == WITHOUT_WATCHSTEP:
             return {"result": _taped()}
-        if name != COMPLETE:
+        if name == WITHOUT_MODULE:
+            _break("watchstep.tensorflow")
+        elif name != COMPLETE:
             remove(tensorflow_names, name)
         return recorded(_start_tapes, lambda _: _taped())
     backend = "jax" if name in ON_JAX or framework == "Keras on jax" else "tensorflow"
@@ -94,7 +109,9 @@ def _run(key: str) -> dict[str, Any]:
         return {"result": _fitted([], backend)}
     from watchstep.keras.internals import keras_names as names
 
-    if name != COMPLETE:
+    if name == WITHOUT_MODULE:
+        _break("watchstep.keras")
+    elif name != COMPLETE:
         remove(names, name)
     return recorded(_start_keras, lambda callbacks: _fitted(callbacks, backend))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.missing_names import COMPLETE, WITHOUT_WATCHSTEP, results_of
+from tests.missing_names import COMPLETE, WITHOUT_MODULE, WITHOUT_WATCHSTEP, results_of
 
 pytest.importorskip("tensorflow")
 pytest.importorskip("jax")
@@ -31,6 +31,14 @@ def test_a_complete_framework_costs_nothing(framework: str, results: dict[str, A
     assert not complete["faults"]
     assert not [note for note in complete["notes"] if ": " in note]
     assert "loss" in complete["tensors"]
+
+
+@pytest.mark.parametrize("framework", NAMES)
+def test_a_module_that_cannot_be_imported_ends_no_training(framework: str, results: dict[str, Any]) -> None:
+    result = results[f"{framework}:{WITHOUT_MODULE}"]
+    assert "error" not in result, result["error"]
+    assert result["result"] == results[f"{framework}:{WITHOUT_WATCHSTEP}"]["result"]
+    assert list(result["faults"]) == [f"{framework} is not recorded"]
 
 
 @pytest.mark.parametrize(
