@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from watchstep.capture.health import RecorderHealth
 from watchstep.errors import ConfigError
@@ -69,8 +69,10 @@ class FrameworkNames:
         self._costs: dict[str, str] = {}
         self._listeners: weakref.WeakSet[RecorderHealth] = weakref.WeakSet()
 
-    def report_to(self, health: RecorderHealth) -> None:
-        """Note in a recording's health what is not recorded because a name is missing, also what turns out later."""
+    def report_to(self, health: RecorderHealth | None) -> None:
+        """Note in a recording's health, if there is one, what is not recorded because a name is missing, also what turns out later."""
+        if health is None:
+            return
         self._listeners.add(health)
         for cost, reason in list(self._costs.items()):
             self._note(health, cost, reason)
@@ -179,12 +181,14 @@ class FrameworkNames:
         return None
 
 
-class _HasHealth(Protocol):
-    _health: RecorderHealth
+def health_of(hook: Any) -> RecorderHealth | None:
+    """Return the health of a hook; None for a copy of it in another process, which records nothing."""
+    health: RecorderHealth | None = getattr(hook, "_health", None)
+    return health
 
 
 @contextmanager
-def contained(hook: _HasHealth, framework: str) -> Iterator[None]:
+def contained(hook: Any, framework: str) -> Iterator[None]:
     """Contain what setting up a recording raises: the training goes on without it, and health counts the fault.
 
     Raises:
@@ -196,7 +200,9 @@ def contained(hook: _HasHealth, framework: str) -> Iterator[None]:
     except (ConfigError, StopTraining):
         raise
     except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
-        hook._health.fault(f"{framework} is not recorded", error)  # noqa: SLF001 - part of the hook's own package
+        health = health_of(hook)
+        if health is not None:
+            health.fault(f"{framework} is not recorded", error)
 
 
 def unrecorded(framework: str, error: Exception, base: type = object) -> Any:

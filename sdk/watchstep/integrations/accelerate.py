@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from watchstep.capture.framework_names import FrameworkName, FrameworkNames, contained
+from watchstep.capture.framework_names import FrameworkName, FrameworkNames, contained, health_of
 from watchstep.hook import Hook
 from watchstep.integrations.recording import Ranks, check_options, missing, opened
 from watchstep.stopping import OnStop
@@ -86,7 +86,7 @@ def watch(
     hook = opened(
         ranks, run, {**options, "store_url": store_url, "on_stop": on_stop, "first_step": first_step}
     )
-    accelerate_names.report_to(hook._health)  # noqa: SLF001 - part of the hook's own package
+    accelerate_names.report_to(health_of(hook))
     with contained(hook, "Accelerate"):
         hook.watch(
             model,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from watchstep.capture.framework_names import FrameworkName, FrameworkNames
+from watchstep.capture.framework_names import FrameworkName, FrameworkNames, health_of
 from watchstep.format.control import StopRequest
 from watchstep.hook import Hook
 from watchstep.integrations.recording import CallbackRecording, OnStop, Ranks, contained_faults, missing
@@ -159,7 +159,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         self._updates = int(lightning_names.of(trainer, "global_step", 0))
         # It counts the updates of all optimizers.
         hook = self._recording.begin(self._updates // max(1, len(optimizers)), _ranks(trainer))
-        lightning_names.report_to(hook._health)  # noqa: SLF001 - part of the hook's own package
+        lightning_names.report_to(health_of(hook))
         self._last = dict(lightning_names.of(trainer, "metrics", {}))
         wrapped = lightning_names.of(trainer, "model")
         model = wrapped if isinstance(wrapped, nn.Module) else pl_module

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from watchstep.capture.framework_names import FrameworkName, FrameworkNames
+from watchstep.capture.framework_names import FrameworkName, FrameworkNames, health_of
 from watchstep.format.control import StopRequest
 from watchstep.format.tensors import Mode
 from watchstep.hook import Hook
@@ -111,7 +111,7 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
             ranks = ranks_of(*(trainer_names.of(args, key) for key in ("world_size", "rank", "local_rank")))
         hook = self._recording.begin(first_step, ranks)
         for names in (trainer_names, accelerate_names):
-            names.report_to(hook._health)  # noqa: SLF001 - part of the hook's own package
+            names.report_to(health_of(hook))
         self._sets = []
         self._limit = trainer_names.of(args, "limit")
         self._resumed = first_step > 0

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import numpy as np
 
-from watchstep.capture.framework_names import contained
+from watchstep.capture.framework_names import contained, health_of
 from watchstep.capture.steps.metric_names import SCALE
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
@@ -521,12 +521,12 @@ class Recording:
                 The hook's configuration has the collection ``activations`` unless it is left out.
         """
         self._reader: UpdateReader | None = None
-        jax_names.report_to(hook._health)  # noqa: SLF001 - part of the hook's own package
+        jax_names.report_to(health_of(hook))
         with contained(hook, "JAX"):
             self._start(hook, figures, activations=activations)
 
     def _start(self, hook: Hook, figures: Literal["host", "device"] | None, *, activations: bool) -> None:
-        policy = hook._on_nonfinite  # noqa: SLF001 - as above
+        policy = hook._on_nonfinite  # noqa: SLF001 - part of the hook's own package
         install()
         measures = None if figures is None else figures == "device"
         request_settings(self, StepSettings(policy.action != "record", measures))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import keras
 
+from watchstep.capture.framework_names import health_of
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
 from watchstep.hook import Hook
@@ -330,8 +331,8 @@ class JaxUpdates(KerasUpdates):
         open_hook, self._open_hook = self._open_hook, None
         hook = None if open_hook is None else open_hook()
         if hook is not None:
-            keras_names.report_to(hook._health)  # noqa: SLF001 - part of the hook's own package
-            self._session = hook._session  # noqa: SLF001 - as above
+            keras_names.report_to(health_of(hook))
+            self._session = hook._session  # noqa: SLF001 - part of the hook's own package
             self._module.record_with(hook)
 
     def session(self) -> Session | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from watchstep.capture.framework_names import contained
+from watchstep.capture.framework_names import contained, health_of
 from watchstep.errors import ConfigError
 from watchstep.hook import Hook
 from watchstep.keras import optimizer_calls
@@ -48,8 +48,8 @@ class KerasRecording:
         if hook is None:
             self.close()
             return None
-        keras_names.report_to(hook._health)  # noqa: SLF001 - part of the hook's own package
-        updates = ProgramUpdates(hook._session, hook._on_nonfinite)  # noqa: SLF001 - as above
+        keras_names.report_to(health_of(hook))
+        updates = ProgramUpdates(hook._session, hook._on_nonfinite)  # noqa: SLF001 - part of the hook's own package
         hook.attach_updates(updates.count_by_hand, self.close)
         return updates
 

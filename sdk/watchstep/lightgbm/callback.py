@@ -9,6 +9,7 @@ import lightgbm
 
 from watchstep.boosting.evaluations import MetricValue
 from watchstep.boosting.recorder import BoostingOptions, HookRecording
+from watchstep.capture.framework_names import health_of
 from watchstep.hook import Hook
 from watchstep.lightgbm.booster import IMPORTANCES, LightgbmModel
 from watchstep.lightgbm.internals import has_round, lightgbm_names, readable_model
@@ -80,7 +81,7 @@ class LightgbmRecording:
         )
         options.check(IMPORTANCES)
         self._recording = HookRecording(hook, "lightgbm", options)
-        lightgbm_names.report_to(hook._health)  # noqa: SLF001 - part of the hook's own package
+        lightgbm_names.report_to(health_of(hook))
         self._model: LightgbmModel | None = None
 
     def __call__(self, env: Any) -> None:

@@ -9,6 +9,7 @@ import xgboost
 
 from watchstep.boosting.evaluations import MetricValue
 from watchstep.boosting.recorder import BoostingOptions, HookRecording
+from watchstep.capture.framework_names import health_of
 from watchstep.hook import Hook
 from watchstep.xgboost.booster import IMPORTANCES, XgboostModel
 from watchstep.xgboost.internals import is_readable, xgboost_names
@@ -92,7 +93,7 @@ class XgboostRecording(xgboost.callback.TrainingCallback):
         )
         options.check(IMPORTANCES)
         self._recording = HookRecording(hook, "xgboost", options)
-        xgboost_names.report_to(hook._health)  # noqa: SLF001 - part of the hook's own package
+        xgboost_names.report_to(health_of(hook))
         self._model: XgboostModel | None = None
 
     def before_training(self, model: Any) -> Any:
