@@ -12,7 +12,7 @@ INSTALL := PYTHON=$(PYTHON) infra/environment.sh
 # Compiling the tests anew in each process, with their asserts rewritten, takes 10 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo page test test-web test-slow test-laws test-faults test-stores test-frameworks test-life lint bench bench-service bench-frameworks docs client wheel lock clean
+.PHONY: demo page test test-web test-slow test-laws test-faults test-stores test-frameworks test-life lint bench bench-service bench-frameworks docs client wheel lock matrix clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -156,6 +156,11 @@ lock: $(STAMP)
 	$(UV) pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-annotate --no-header \
 		--excludes requirements/torch-apart.in --extra rules requirements/frameworks.in requirements/torch-needs.in pyproject.toml \
 		requirements/build.in -o requirements/frameworks.txt
+
+# Several versions of the frameworks, each in an environment of its own under build/versions: gigabytes, and an hour. By hand, before a release.
+matrix: $(STAMP)
+	$(BIN)/python -m pip install --quiet uv
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python infra/version_matrix.py $(MATRIX_ARGS)
 
 clean:
 	rm -rf $(VENV) $(NODE) web/node_modules services/watchstep_services/page reports .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from watchstep.store.store import Store
 
 # Triton decides whether it compiles or interprets when anything imports it, and several libraries do. This is decided without
 # PyTorch, whose import takes a second.
-if version("torch").endswith("+cpu") or not Path("/dev/nvidiactl").exists():
+if find_spec("torch") is None or version("torch").endswith("+cpu") or not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # PyTorch reads this when it is imported. Of several threads most wait, and OpenMP's threads wait busily: on shared cores, that took

@@ -38,7 +38,7 @@ from watchstep.capture.tensorboard import TensorBoardSink
 from watchstep.capture.upload.access import UploadTarget
 from watchstep.capture.upload.sample_upload import SampleUpload
 from watchstep.capture.writer import Writer
-from watchstep.errors import ConfigError
+from watchstep.errors import ConfigError, WatchstepError
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.documents import Checkpoint
 from watchstep.format.layout import run_prefix
@@ -270,11 +270,26 @@ class Hook:
         self._update_policy: UpdatePolicy | None = None
         self._bundler: Bundler | None = None
         self._on_stop, stop_note = self._stop_of(on_stop)
+        step = first_step_of(first_step)
+        try:
+            self._begin(requested, rules_here, mirrored, step, stop_note)
+        except WatchstepError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what is odd about an installation must not keep a program from training
+            self._record_nothing(error)
+
+    def _begin(
+        self,
+        requested: RequestedRules,
+        rules_here: Any,
+        mirrored: Mirror | None,
+        first_step: int,
+        stop_note: str,
+    ) -> None:
+        """Start to record, with checked arguments."""
         address = ServiceAddress.from_environment()
         ending.end_left()
-        self._session = Session.begin(
-            self.config, self._identity.worker, self._on_stop, first_step_of(first_step)
-        )
+        self._session = Session.begin(self.config, self._identity.worker, self._on_stop, first_step)
         self._health, self._recorder = self._session.health, self._session.recorder
         self._run_store = RunStore(
             self.store_url, store_identity, (self.project, self.run), requested.configs, self._health
@@ -294,6 +309,18 @@ class Hook:
         self._ending = self._begin_writing(control, launch, requested)
         self._start_background(control, launch)
         _log.info("watchstep: recording %s", self.run_url)
+
+    def _record_nothing(self, error: Exception) -> None:
+        """Become a hook that accepts every call and records nothing, after a fault of the start."""
+        self._health = RecorderHealth()
+        self._health.fault("start", error)
+        self.__class__ = _FailedHook  # type: ignore[assignment]
+        if "_ending" in self.__dict__:
+            try:
+                self._ending.end("failed", ending.described(error))
+            except Exception as another:  # noqa: BLE001 - as above
+                self._health.fault("end", another)
+            ending.ended()
 
     def _stop_of(self, on_stop: OnStop | None) -> tuple[OnStop, str]:
         """The effect of a stop, and a note for health if it differs from what the environment requests."""
@@ -476,15 +503,14 @@ class Hook:
                 f"watch({type(model).__name__}): this program does not use PyTorch",
                 "give a torch.nn.Module; the guides of JAX, Keras and boosting state how their programs are recorded",
             )
-        from watchstep.pytorch.loaders.loader_samples import LoaderSamples
-        from watchstep.pytorch.losses import SummedLosses
-        from watchstep.pytorch.watch import Watch
-
         number = len(self._watches) + 1
         divisor = loss_divisor_of(loss_divisor)
         prefix = (f"model_{number}" if number > 1 else "") if name is None else name
-        try:
-            policy = self._policy_of_updates()
+
+        def start() -> None:
+            from watchstep.pytorch.losses import SummedLosses
+            from watchstep.pytorch.watch import Watch
+
             watch = Watch(
                 self._session, model, optimizer, counts_steps=number == 1, name=prefix, replicated=replicated
             )
@@ -493,21 +519,42 @@ class Hook:
                 watch.loss_names = self._watches[0].loss_names
             watch.summed_losses = SummedLosses() if sum_losses else None
             self._watches.append(watch)
-            if number == 1 and self.config.bounds.sample_bytes:
-                self._ending.detach_with(LoaderSamples(self._session).detach)
             self._ending.detach_with(watch.detach)
-            if self._stop_barrier is not None:
-                self._stop_barrier.watch(watch.model)
-            if number == 1:
-                self._bundle_steps_of(watch, model)
-                self._trace_steps(watch.model)
-            if policy is not None:
-                watch.update_policy = policy
-                watch.running_statistics = policy.watch(watch.model, optimizer)
+
+        self._set_up(f"watch {type(model).__name__}"[:80], start)
+        if len(self._watches) < number:
+            return
+        watch = self._watches[-1]
+        if number == 1:
+            self._set_up("samples", self._record_samples)
+            self._set_up("bundle", lambda: self._bundle_steps_of(watch, model))
+            self._set_up("trace", lambda: self._trace_steps(watch.model))
+        if (barrier := self._stop_barrier) is not None:
+            self._set_up("guard", lambda: barrier.watch(watch.model))
+        self._set_up("update policy", lambda: self._decide_updates_of(watch, optimizer))
+
+    def _set_up(self, where: str, work: Callable[[], None]) -> None:
+        """Set up a part of the recording of a model. Its faults, also those of its import, cost no other part."""
+        try:
+            work()
         except ConfigError:
             raise
-        except Exception as error:  # noqa: BLE001 - what is odd about a model must not keep it from training
-            self._health.fault(f"watch {type(model).__name__}"[:80], error)
+        except Exception as error:  # noqa: BLE001 - what is odd about a model or an installation must not keep it from training
+            self._health.fault(where, error)
+
+    def _record_samples(self) -> None:
+        """Record the samples of the batches of data loaders."""
+        if self.config.bounds.sample_bytes:
+            from watchstep.pytorch.loaders.loader_samples import LoaderSamples
+
+            self._ending.detach_with(LoaderSamples(self._session).detach)
+
+    def _decide_updates_of(self, watch: Watch, optimizer: Any) -> None:
+        """Let the gate policy decide about the updates of a model, if there is one."""
+        policy = self._policy_of_updates()
+        if policy is not None:
+            watch.update_policy = policy
+            watch.running_statistics = policy.watch(watch.model, optimizer)
 
     def _trace_steps(self, model: Any) -> None:
         """Trace the chosen steps. The first one may begin now."""
@@ -799,6 +846,20 @@ class Hook:
         apply_control(self._session, self._stop_exchange, document, attempt)
         if self._mirror is not None and document.stop is not None and document.stop.attempt == attempt:
             self._mirror.stop(document.stop.step, document.stop.reason)
+
+
+class _FailedHook(CopiedHook):
+    """A hook whose start failed. It records nothing, and its health states the fault."""
+
+    _health: RecorderHealth
+
+    @property
+    def health(self) -> dict[str, Any]:
+        """Counters and faults of the start."""
+        return self._health.as_data()
+
+    def watch(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the fault is logged."""
 
 
 def _tensor_recorder(session: Session, names: GivenNames) -> TensorRecorder:

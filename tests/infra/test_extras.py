@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from infra.version_matrix import ROOT, ROWS
 
 OTHER_EXTRAS = (
     "accelerate", "aiosmtpd", "boto3", "botocore", "celery", "duckdb", "httptools", "httpx", "hypothesis", "kombu", "kubernetes",
@@ -71,3 +74,20 @@ def test_no_package_of_another_extra_is_needed(tmp_path: Path, program: str) -> 
         [sys.executable, "-c", WITHOUT + program, str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_lower_bounds_of_frameworks_are_versions_of_the_matrix() -> None:
+    run = {
+        requirement.replace("tensorflow-cpu", "tensorflow").partition("[")[0].partition("==")[0]: requirement
+        for row in ROWS
+        if row.name.endswith("-oldest") or row.name == "torch-2.4.1"
+        for requirement in row.requirements
+        if "==" in requirement and (row.name.startswith("torch") or not requirement.startswith("torch=="))
+    }
+    extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    chosen = extras.partition("\nkubernetes = ")[0]
+    bounds = dict(re.findall(r'"([\w-]+)(?:\[[\w,]+\])?>=([\d.]+)', chosen))
+    assert {"jax", "keras", "tensorflow", "xgboost", "lightgbm", "transformers", "torch"} <= run.keys()
+    for name, requirement in run.items():
+        version = requirement.partition("==")[2]
+        assert f"{version}.".startswith(f"{bounds[name]}."), (requirement, bounds[name])

@@ -8,16 +8,42 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from watchstep.capture.framework_names import FrameworkName, FrameworkNames, contained, health_of
 from watchstep.hook import Hook
 from watchstep.integrations.recording import Ranks, check_options, missing, opened
 from watchstep.stopping import OnStop
 
 try:
-    from accelerate.state import AcceleratorState
-    from accelerate.tracking import GeneralTracker
-    from accelerate.utils import broadcast_object_list
+    import accelerate  # noqa: F401 - whether it is installed
 except ImportError as error:
     missing("accelerate", "accelerate", error)
+
+_RANKS = "one run of all ranks"
+_CHECKPOINTS = "saved checkpoints"
+
+at = FrameworkName.at
+accelerate_names = FrameworkNames(
+    "Accelerate",
+    {
+        "state": at("checks of replicas", "accelerate.state:AcceleratorState"),
+        "distributed_type": at("checks of replicas", "accelerate:*.distributed_type"),
+        "broadcast": at(_RANKS, "accelerate.utils:broadcast_object_list"),
+        "world_size": at(_RANKS, "accelerate:*.state.num_processes"),
+        "rank": at(_RANKS, "accelerate:*.state.process_index"),
+        "local_rank": at(_RANKS, "accelerate:*.state.local_process_index"),
+        "micro_batches": at(
+            "losses by their number of micro-batches", "accelerate:*.gradient_accumulation_steps"
+        ),
+        "tracker": at("values of accelerator.log", "accelerate.tracking:GeneralTracker"),
+        "trackers": at("values of accelerator.log", "accelerate:*.trackers"),
+        "save_state": at(_CHECKPOINTS, "accelerate:*.save_state"),
+        "project": at(_CHECKPOINTS, "accelerate:*.project_configuration"),
+        "is_main_process": at(_CHECKPOINTS, "accelerate:*.is_main_process"),
+    },
+)
+"""Names of Accelerate that another version may lack: the one place where they are looked up."""
+
+_Tracker: Any = accelerate_names.find("tracker") or object
 
 
 def watch(
@@ -51,18 +77,28 @@ def watch(
     Raises:
         ConfigError: an argument is invalid, or the model cannot be watched.
     """
-    state = accelerator.state
     check_options(options)
-    ranks = ranks_of(state.num_processes, state.process_index, state.local_process_index)
+    ranks = None
+    if accelerate_names.have(accelerator, "world_size", "rank", "local_rank"):
+        sizes = (accelerate_names.of(accelerator, key) for key in ("world_size", "rank", "local_rank"))
+        ranks = ranks_of(*sizes)
     run = options.pop("run", None)
     hook = opened(
         ranks, run, {**options, "store_url": store_url, "on_stop": on_stop, "first_step": first_step}
     )
-    hook.watch(
-        model, plain_optimizer(optimizer), loss_divisor=lambda: accelerator.gradient_accumulation_steps
-    )
-    accelerator.trackers.append(_Tracker(hook))
-    _note_states(accelerator, hook)
+    accelerate_names.report_to(health_of(hook))
+    with contained(hook, "Accelerate"):
+        hook.watch(
+            model,
+            plain_optimizer(optimizer),
+            loss_divisor=lambda: accelerate_names.of(accelerator, "micro_batches", 1),
+        )
+    with contained(hook, "Accelerate's trackers"):
+        if accelerate_names.have(accelerator, "trackers") and accelerate_names.has("tracker"):
+            accelerate_names.of(accelerator, "trackers").append(HookTracker(hook))
+    with contained(hook, "Accelerate's checkpoints"):
+        if accelerate_names.have(accelerator, "save_state", "project", "is_main_process"):
+            _note_states(accelerator, hook)
     return hook
 
 
@@ -75,16 +111,18 @@ def plain_optimizer(optimizer: Any) -> Optimizer | None:
 
 def ranks_of(world_size: int, rank: int, local_rank: int) -> Ranks | None:
     """Describe this rank and its collective; None for a single rank."""
-    if world_size <= 1:
+    if world_size <= 1 or not accelerate_names.has("broadcast"):
         return None
     setting = os.environ.get("LOCAL_WORLD_SIZE", "")
     return Ranks(rank, world_size, local_rank, int(setting) if setting.isdigit() else 0, _broadcast)
 
 
 def replicates() -> bool:
-    """Whether each rank has the whole model, neither sharded nor split. Requires an accelerator."""
-    kind = str(AcceleratorState().distributed_type)
-    name = kind.rpartition(".")[2]
+    """Whether each rank is known to have the whole model, neither sharded nor split. Requires an accelerator."""
+    state = accelerate_names.find("state")
+    if state is None:
+        return False
+    name = str(accelerate_names.of(state(), "distributed_type", "")).rpartition(".")[2]
     return name == "NO" or name.startswith("MULTI_")
 
 
@@ -93,31 +131,33 @@ def _note_states(accelerator: Any, hook: Hook) -> None:
 
     These are the newest checkpoints, so it suffices to keep more of them.
     """
-    save = accelerator.save_state
+    save = accelerate_names.of(accelerator, "save_state")
 
     @functools.wraps(save)
     def save_state(*args: Any, **kwargs: Any) -> Any:
-        configuration = accelerator.project_configuration
-        limit = configuration.total_limit
+        configuration = accelerate_names.of(accelerator, "project")
+        limit = getattr(configuration, "total_limit", None)
         if limit is not None:
             configuration.total_limit = max(limit, len(hook.protected_checkpoints()) + 1)
         try:
             path = save(*args, **kwargs)
         finally:
-            configuration.total_limit = limit
-        if accelerator.is_main_process and path is not None:
-            hook.checkpoint_saved(path)
+            if limit is not None:
+                configuration.total_limit = limit
+        with contained(hook, "Accelerate's checkpoints"):
+            if accelerate_names.of(accelerator, "is_main_process", False) and path is not None:
+                hook.checkpoint_saved(path)
         return path
 
     accelerator.save_state = save_state
 
 
 def _broadcast(pair: tuple[str, str]) -> tuple[str, str]:
-    run, attempt = broadcast_object_list(list(pair), from_process=0)
+    run, attempt = accelerate_names.find("broadcast")(list(pair), from_process=0)
     return run, attempt
 
 
-class _Tracker(GeneralTracker):  # type: ignore[misc]
+class HookTracker(_Tracker):  # type: ignore[misc]
     """The hook, as a tracker of an accelerator."""
 
     name = "watchstep"

@@ -13,9 +13,40 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from watchstep.capture.framework_names import FrameworkName, FrameworkNames, health_of
 from watchstep.format.control import StopRequest
 from watchstep.hook import Hook
 from watchstep.integrations.recording import CallbackRecording, OnStop, Ranks, contained_faults, missing
+
+_RANKS = "one run of all ranks"
+_CHECKPOINTS = "saved checkpoints"
+_LOGGED = "values that the module logs"
+
+at = FrameworkName.at
+lightning_names = FrameworkNames(
+    "Lightning",
+    {
+        "world_size": at(_RANKS, "lightning:*.world_size"),
+        "nodes": at(_RANKS, "lightning:*.num_nodes"),
+        "rank": at(_RANKS, "lightning:*.global_rank"),
+        "local_rank": at(_RANKS, "lightning:*.local_rank"),
+        "broadcast": at(_RANKS, "lightning:*.strategy.broadcast"),
+        "global_step": at("the steps of a resumed training", "lightning:*.global_step"),
+        "optimizers": at("the optimizer before its first update", "lightning:*.optimizers"),
+        "model": at("the model as it is wrapped", "lightning:*.model"),
+        "is_automatic": at("losses by their number of micro-batches", "lightning:*.automatic_optimization"),
+        "micro_batches": at("losses by their number of micro-batches", "lightning:*.accumulate_grad_batches"),
+        "metrics": at(_LOGGED, "lightning:*.callback_metrics"),
+        "log_interval": at(_LOGGED, "lightning:*.log_every_n_steps"),
+        "is_checking": at("validations apart from the sanity check", "lightning:*.sanity_checking"),
+        "save": at(_CHECKPOINTS, "lightning:*.save_checkpoint"),
+        "remove": at(_CHECKPOINTS, "lightning:*.strategy.remove_checkpoint"),
+        "is_first_rank": at(_CHECKPOINTS, "lightning:*.is_global_zero"),
+        "least_epochs": at("a stop before the minimum of epochs", "lightning:*.fit_loop.min_epochs"),
+        "least_steps": at("a stop before the minimum of steps", "lightning:*.fit_loop.epoch_loop.min_steps"),
+    },
+)
+"""Names of Lightning that another version may lack: the one place where they are looked up."""
 
 
 class ProtectedCheckpoints:
@@ -42,7 +73,7 @@ class ProtectedCheckpoints:
     def _save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         self._save(filepath, *args, **kwargs)
         self._delayed.pop(str(filepath), None)
-        if self._trainer.is_global_zero:
+        if lightning_names.of(self._trainer, "is_first_rank", False):
             self._recording.saved(str(filepath))
         self._delete_unprotected()
 
@@ -105,7 +136,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         super().__init__()
         self._recording = CallbackRecording(store_url, hook, on_stop, options)
         self._last: dict[str, Any] = {}
-        self._minimums: tuple[Any, Any] | None = None
+        self._minimums: dict[str, Any] = {}
         self._by_batch = False
         self._updates = 0
         self._checkpoints: ProtectedCheckpoints | None = None
@@ -123,26 +154,27 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
     @contained_faults
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a fit, or resume one from a checkpoint that has been loaded; the sanity check is over."""
-        optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Optimizer)]
-        updates = int(trainer.global_step) // max(
-            1, len(optimizers)
-        )  # it counts the updates of all optimizers
-        self._recording.begin(updates, _ranks(trainer))
-        self._last = dict(trainer.callback_metrics)
-        model = trainer.model if isinstance(trainer.model, nn.Module) else pl_module
-        self._updates = trainer.global_step
-        self._by_batch = not pl_module.automatic_optimization and len(optimizers) > 1
+        all_optimizers = lightning_names.of(trainer, "optimizers", ())
+        optimizers = [optimizer for optimizer in all_optimizers if isinstance(optimizer, Optimizer)]
+        self._updates = int(lightning_names.of(trainer, "global_step", 0))
+        # It counts the updates of all optimizers.
+        hook = self._recording.begin(self._updates // max(1, len(optimizers)), _ranks(trainer))
+        lightning_names.report_to(health_of(hook))
+        self._last = dict(lightning_names.of(trainer, "metrics", {}))
+        wrapped = lightning_names.of(trainer, "model")
+        model = wrapped if isinstance(wrapped, nn.Module) else pl_module
+        is_automatic = lightning_names.of(pl_module, "is_automatic", True)
+        self._by_batch = not is_automatic and len(optimizers) > 1
         self._recording.watch(
             model,
             optimizers[0] if optimizers else None,
             # Lightning divides by a number that a scheduler may change.
-            loss_divisor=(lambda: trainer.accumulate_grad_batches)
-            if pl_module.automatic_optimization
-            else 1.0,
+            loss_divisor=(lambda: lightning_names.of(trainer, "micro_batches", 1)) if is_automatic else 1.0,
         )
         if self._by_batch:
             self._recording.count_by_hand()
-        self._checkpoints = ProtectedCheckpoints(trainer, self._recording)
+        if lightning_names.have(trainer, "save", "remove", "is_first_rank"):
+            self._checkpoints = ProtectedCheckpoints(trainer, self._recording)
 
     @contained_faults
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -152,7 +184,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
     @contained_faults
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         """Begin a validation batch."""
-        if not trainer.sanity_checking:
+        if not _is_checking(trainer):
             self._begin_pass()
 
     @contained_faults
@@ -161,10 +193,12 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         hook = self._recording.hook
         if hook is None:
             return
-        if self._by_batch and trainer.global_step != self._updates:
-            self._updates = trainer.global_step
+        updates = lightning_names.of(trainer, "global_step", self._updates)
+        if self._by_batch and updates != self._updates:
+            self._updates = updates
             hook.step()
-        if trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
+        interval = lightning_names.of(trainer, "log_interval", 0)
+        if interval and updates % interval == 0:
             self._log_training(trainer)
         if self._recording.requested is not None and not trainer.should_stop:
             self._stop(trainer, hook)
@@ -172,13 +206,13 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
     @contained_faults
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Discard values that were logged during training."""
-        if not trainer.sanity_checking:
+        if not _is_checking(trainer):
             self._fresh(trainer)
 
     @contained_faults
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Record a validation."""
-        if not trainer.sanity_checking and self._recording.hook is not None:
+        if not _is_checking(trainer) and self._recording.hook is not None:
             metrics = {
                 _VALIDATION_PREFIX.sub("", name): value for name, value in self._fresh(trainer).items()
             }
@@ -207,7 +241,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
 
     def _fresh(self, trainer: Any) -> dict[str, Any]:
         """Return the values that the module has logged since the last call."""
-        metrics = dict(trainer.callback_metrics)
+        metrics = dict(lightning_names.of(trainer, "metrics", {}))
         fresh = {name: value for name, value in metrics.items() if self._last.get(name) is not value}
         self._last = metrics
         return fresh
@@ -220,20 +254,21 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
 
     def _stop(self, trainer: Any, hook: Hook) -> None:
         """End the fit after this batch, regardless of the minimum number of steps or epochs."""
-        loop = trainer.fit_loop
-        self._minimums = (loop.min_epochs, loop.epoch_loop.min_steps)
-        loop.min_epochs = loop.epoch_loop.min_steps = None
+        keys = [key for key in ("least_epochs", "least_steps") if lightning_names.have(trainer, key)]
+        self._minimums = {key: lightning_names.of(trainer, key) for key in keys}
+        for key in keys:
+            lightning_names.put(trainer, key, None)
         trainer.should_stop = True
         if self._recording.on_stop == "checkpoint":
             folder = Path(trainer.default_root_dir) / "watchstep"
-            trainer.save_checkpoint(folder / f"{hook.run}-{trainer.global_step}.ckpt")
+            step = lightning_names.of(trainer, "global_step", 0)
+            trainer.save_checkpoint(folder / f"{hook.run}-{step}.ckpt")
 
     def _release(self, trainer: Any) -> None:
         """Restore the program's settings of the Trainer for its next fit."""
-        if self._minimums is not None:
-            loop = trainer.fit_loop
-            loop.min_epochs, loop.epoch_loop.min_steps = self._minimums
-            self._minimums = None
+        for key, value in self._minimums.items():
+            lightning_names.put(trainer, key, value)
+        self._minimums = {}
         self._last = {}
         if self._checkpoints is not None:
             self._checkpoints.release()
@@ -242,9 +277,15 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
 
 def _ranks(trainer: Any) -> Ranks | None:
     """Describe this rank. With Lightning's own launcher and Slurm's, only Lightning knows it."""
-    if trainer.world_size <= 1:
+    keys = ("rank", "world_size", "local_rank", "nodes", "broadcast")
+    if not lightning_names.have(trainer, *keys):
+        return None  # then its launcher's environment tells
+    rank, world_size, local_rank, nodes, broadcast = (lightning_names.of(trainer, key) for key in keys)
+    if world_size <= 1:
         return None
-    local = trainer.world_size // max(1, trainer.num_nodes)
-    return Ranks(
-        trainer.global_rank, trainer.world_size, trainer.local_rank, local, trainer.strategy.broadcast
-    )
+    return Ranks(rank, world_size, local_rank, world_size // max(1, nodes), broadcast)
+
+
+def _is_checking(trainer: Any) -> bool:
+    """Return whether a validation is Lightning's sanity check, or may be."""
+    return bool(lightning_names.of(trainer, "is_checking", True))

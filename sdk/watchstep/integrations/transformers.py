@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from watchstep.capture.framework_names import FrameworkName, FrameworkNames, health_of
 from watchstep.format.control import StopRequest
 from watchstep.format.tensors import Mode
 from watchstep.hook import Hook
@@ -14,11 +15,32 @@ from watchstep.integrations.recording import CallbackRecording, OnStop, containe
 
 try:
     from transformers import TrainerCallback
-    from transformers.trainer_utils import SaveStrategy  # noqa: F401 - absent where transformers is too old
 except ImportError as error:
     missing("transformers", "transformers", error)
 
-from watchstep.integrations.accelerate import plain_optimizer, ranks_of, replicates
+from watchstep.integrations.accelerate import accelerate_names, plain_optimizer, ranks_of, replicates
+
+_RANKS = "one run of all ranks"
+_CHECKPOINTS = "saved checkpoints"
+
+at = FrameworkName.at
+trainer_names = FrameworkNames(
+    "transformers",
+    {
+        "world_size": at(_RANKS, "transformers:*.world_size"),
+        "rank": at(_RANKS, "transformers:*.process_index"),
+        "local_rank": at(_RANKS, "transformers:*.local_process_index"),
+        "global_step": at("the steps of a resumed training", "transformers:*.global_step"),
+        "micro_batches": at("sums of losses of micro-batches", "transformers:*.gradient_accumulation_steps"),
+        "max_norm": at("whether gradients are clipped", "transformers:*.max_grad_norm"),
+        "replicas": at("whether the model is replicated in this process", "transformers:*.n_gpu"),
+        "limit": at(_CHECKPOINTS, "transformers:*.save_total_limit"),
+        "folder": at(_CHECKPOINTS, "transformers:*.output_dir"),
+        "saves_here": at(_CHECKPOINTS, "transformers:*.should_save"),
+        "best": at(_CHECKPOINTS, "transformers:*.best_model_checkpoint"),
+    },
+)
+"""Names of transformers that another version may lack: the one place where they are looked up."""
 
 _TRAINING_LOSS = {"loss", "train_loss"}
 """Names of the training loss, which the hook records at every step and the Trainer as a mean."""
@@ -83,15 +105,19 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
     @contained_faults
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a training, or resume one from a checkpoint that has been loaded."""
-        self._recording.begin(
-            int(state.global_step), ranks_of(args.world_size, args.process_index, args.local_process_index)
-        )
+        first_step = int(trainer_names.of(state, "global_step", 0))
+        ranks = None
+        if trainer_names.have(args, "world_size", "rank", "local_rank"):
+            ranks = ranks_of(*(trainer_names.of(args, key) for key in ("world_size", "rank", "local_rank")))
+        hook = self._recording.begin(first_step, ranks)
+        for names in (trainer_names, accelerate_names):
+            names.report_to(health_of(hook))
         self._sets = []
-        self._limit = args.save_total_limit
-        self._resumed = state.global_step > 0
+        self._limit = trainer_names.of(args, "limit")
+        self._resumed = first_step > 0
         is_replicated = replicates()
-        self._sees_norm = is_replicated and args.max_grad_norm > 0
-        if args.n_gpu > 1:
+        self._sees_norm = is_replicated and trainer_names.of(args, "max_norm", 0) > 0
+        if trainer_names.of(args, "replicas", 1) > 1:
             self._recording.fault(
                 "watch",
                 RuntimeError(
@@ -102,8 +128,8 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
         self._recording.watch(
             kwargs["model"],
             plain_optimizer(kwargs.get("optimizer")),
-            replicated=is_replicated and args.world_size > 1,
-            sum_losses=args.gradient_accumulation_steps > 1,
+            replicated=is_replicated and trainer_names.of(args, "world_size", 1) > 1,
+            sum_losses=trainer_names.of(args, "micro_batches", 1) > 1,
         )
 
     @contained_faults
@@ -123,9 +149,14 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
     @contained_faults
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report a checkpoint that the Trainer has saved."""
-        args.save_total_limit = self._limit
-        path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if args.should_save and path.is_dir():  # a hyperparameter search uses other folders
+        self._set_limit(args, self._limit)
+        folder, step = trainer_names.of(args, "folder"), trainer_names.of(state, "global_step")
+        if folder is None or step is None:
+            return
+        path = Path(folder) / f"checkpoint-{step}"
+        if (
+            trainer_names.of(args, "saves_here", False) and path.is_dir()
+        ):  # a hyperparameter search uses other folders
             self._recording.saved(path)
 
     @contained_faults
@@ -170,15 +201,19 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the training, stopped or not."""
         if self._recording.hook is not None:
-            args.save_total_limit = self._limit
+            self._set_limit(args, self._limit)
         self._recording.end()
         self._recording.end_program()
 
     def _protect_checkpoints(self, args: Any, state: Any, control: Any) -> None:
         """Raise the Trainer's limit of checkpoints, so that its rotation keeps possible last good ones, which are the newest."""
         if control.should_save and self._limit:
-            others = 1 + self._resumed + (state.best_model_checkpoint is not None)
-            args.save_total_limit = max(self._limit, len(self._recording.protected()) + others)
+            others = 1 + self._resumed + (trainer_names.of(state, "best") is not None)
+            self._set_limit(args, max(self._limit, len(self._recording.protected()) + others))
+
+    def _set_limit(self, args: Any, limit: int | None) -> None:
+        if trainer_names.have(args, "limit"):
+            trainer_names.put(args, "limit", limit)
 
     def _log_evaluated(self, metrics: Mapping[str, Any], mode: Mode) -> None:
         """Record metrics. Those of the first data set keep their names; those of further sets are prefixed with the set's name."""

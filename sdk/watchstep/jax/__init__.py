@@ -27,4 +27,12 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    import_module("jax")  # a program without JAX cannot go on
+    try:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    except Exception as error:
+        if name != "Recording":
+            raise
+        from watchstep.capture.framework_names import unrecorded
+
+        return unrecorded("JAX", error)

@@ -22,6 +22,7 @@ from watchstep.jax.activations.activation_ring import activation_ring
 from watchstep.jax.activations.modules import ObservedStep, observes_modules
 from watchstep.jax.function_forms import FunctionForms
 from watchstep.jax.inner_calls import StaticArguments, call_inline
+from watchstep.jax.internals import jax_names
 from watchstep.jax.ring.step_ring import check_rings
 from watchstep.jax.sharding.argument_shardings import argument_shardings
 from watchstep.jax.stacked_layers import stacked_arguments
@@ -136,7 +137,12 @@ class CompiledStep:
             return self._called_inside(arguments, keywords)
         if self._is_disabled or _is_being_debugged():
             return self._plain(*arguments, **keywords)
-        form = self._form_of(arguments, keywords)
+        try:
+            form = self._form_of(arguments, keywords)
+        except Exception as error:  # noqa: BLE001 - never into the program
+            report("jax", error)
+            self.disable()
+            return self._plain(*arguments, **keywords)
         if self._form is None or form.settings is not self._form.settings:
             self._form = form
             error = self._prepare(arguments, keywords)
@@ -362,7 +368,8 @@ class CompiledStep:
         return repr(self._plain)
 
     def _cache_size(self) -> int:
-        return int(self._recording._cache_size())  # noqa: SLF001 - the attribute that programs read
+        size = jax_names.of(self._recording, "cache_size")
+        return 0 if size is None else int(size())
 
     def clear_cache(self) -> None:
         """Remove all compiled programs."""
@@ -407,12 +414,12 @@ def _rings_are_of_this_thread() -> bool:
         return _RingThread.thread is here
 
 
+_DEBUGGING = ("debug_nans", "debug_infs", "check_tracer_leaks")
+
+
 def _is_being_debugged() -> bool:
     """Return whether JAX checks the outputs of compiled functions, which extra outputs must not change, or looks for references to traces."""
-    config = jax.config
-    return bool(
-        config.jax_debug_nans or config.jax_debug_infs or getattr(config, "jax_check_tracer_leaks", False)
-    )
+    return any(jax_names.of(jax.config, key, default=True) for key in _DEBUGGING)
 
 
 def _has_deleted(arguments: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from watchstep.jax.internals import jax_names
 from watchstep.jax.traced_updates import (
     TracedUpdate,
     is_observed,
@@ -120,6 +121,8 @@ def _observed_call(
         if not {"updates", "state"} <= given.keys():
             return result  # a function of the program's own that is no optimizer's
         traced = _described(owner, given, result)
+        if traced is None:
+            return result
         if withholds_nonfinite() and traced.skipped is None:
             from watchstep.jax.update_guard import withheld_if_nonfinite
 
@@ -130,13 +133,16 @@ def _observed_call(
     return result
 
 
-def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate:
+def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate | None:
+    """Describe a call of an optimizer; None if its gradients are unknown."""
     gradients, state, parameters = given["updates"], given["state"], given.get("params")
     updates, after = result
     emitted, skipped = None, None
     if hasattr(state, "mini_step") and hasattr(state, "gradient_step"):
         emitted = after.gradient_step != state.gradient_step
         gradients = _accumulated(owner, gradients, state)
+        if gradients is None:
+            return None
         if parameters is None:
             parameters = gradients
     elif hasattr(after, "last_finite") and hasattr(after, "notfinite_count"):
@@ -154,10 +160,10 @@ def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate:
 
 
 def _accumulated(owner: Any, gradients: Any, state: Any) -> Any:
-    """Return the gradients that `optax.MultiSteps` has accumulated, this call's included; those of this call if that is unknown."""
-    add = getattr(owner, "_acc_update", None)
+    """Return the gradients that `optax.MultiSteps` has accumulated, this call's included; None if that is unknown."""
+    add = None if owner is None else jax_names.of(owner, "multi_steps_sum")
     if add is None:
-        return gradients
+        return gradients if owner is None else None
     return jax.tree_util.tree_map(
         lambda gradient, sum_: add(gradient, sum_, n_acc=state.mini_step), gradients, state.acc_grads
     )

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import numpy as np
 
+from watchstep.capture.framework_names import contained, health_of
 from watchstep.capture.steps.metric_names import SCALE
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
@@ -28,11 +29,10 @@ from watchstep.jax.activations.activation_reader import ActivationReader
 from watchstep.jax.activations.activation_ring import ActivationSnapshot, activation_ring
 from watchstep.jax.compiled_steps import CompiledStep, dispatching, stacked_of
 from watchstep.jax.host_values import HostLayout, JaxArrays, is_on_host
+from watchstep.jax.internals import has_rings, jax_names, surroundings
 from watchstep.jax.names import describe, layer_descriptions
 from watchstep.jax.replay.step_bundles import StepBundles
-from watchstep.jax.ring.ref_memory import is_available
 from watchstep.jax.ring.ring_reader import RingReader
-from watchstep.jax.ring.ring_steps import surroundings
 from watchstep.jax.step_settings import StepSettings, request_settings, withdraw_settings
 from watchstep.jax.traced_updates import (
     StepOutputs,
@@ -201,7 +201,7 @@ class UpdateReader:
         """Make the rings of a function usable, those of an earlier recording of this process included."""
         for layout in function.inner_layouts:
             model = self._model_of(layout)
-            if model is None:
+            if model is None or not has_rings():
                 continue
             if model.ring is None:
                 model.ring = RingReader(self._session, model.recorder, _key(layout))
@@ -282,12 +282,8 @@ class UpdateReader:
             if model is None:
                 return
             if model.ring is None:
-                if not (is_available() and traced_updates.has_recording_form()):
-                    self._session.health.note(
-                        "jax",
-                        f"updates inside of a scan are not observed with jax {jax.__version__}; use jax 0.10",
-                    )
-                    return
+                if not has_rings():
+                    return  # health has it
                 model.ring = RingReader(self._session, model.recorder, _key(outputs.layout))
             model.ring.trace(update, outputs)
             shardings = traced_updates.shardings_of(outputs.layout) or ()
@@ -524,6 +520,12 @@ class Recording:
             activations: whether outputs of modules of Flax NNX, Flax linen and Equinox are recorded, in steps that are traced afterwards.
                 The hook's configuration has the collection ``activations`` unless it is left out.
         """
+        self._reader: UpdateReader | None = None
+        jax_names.report_to(health_of(hook))
+        with contained(hook, "JAX"):
+            self._start(hook, figures, activations=activations)
+
+    def _start(self, hook: Hook, figures: Literal["host", "device"] | None, *, activations: bool) -> None:
         policy = hook._on_nonfinite  # noqa: SLF001 - part of the hook's own package
         install()
         measures = None if figures is None else figures == "device"
@@ -535,7 +537,7 @@ class Recording:
             hook.run_url,
             withholds=policy.action != "record",
         )
-        self._reader = UpdateReader(
+        reader = UpdateReader(
             session,
             policy,
             bundles,
@@ -545,22 +547,26 @@ class Recording:
         observes = activations and tensors.ACTIVATIONS in session.config.chosen
         modules.observe_modules(observes)
         if observes:
-            self._reader.observe_activations()
-        compiled_steps.observe(self._reader)
+            reader.observe_activations()
+        self._reader = reader
+        hook.attach_updates(reader.count_by_hand, self.close)
+        compiled_steps.observe(reader)
         traced_updates.observers_of_inner.append(self.inner_update)
         traced_updates.faults.append(session.health.fault)
         traced_updates.not_observed.append(self._note)
-        hook.attach_updates(self._reader.count_by_hand, self.close)
 
     def _note(self, what: str) -> None:
         self._health.note("jax", what)
 
     def about_to_dispatch(self, function: CompiledStep, arguments: Any) -> None:
         """Measure the weights before the first update of a program."""
-        self._reader.about_to_dispatch(function, arguments)
+        if self._reader is not None:
+            self._reader.about_to_dispatch(function, arguments)
 
     def inner_update(self, update: TracedUpdate, loss: Any) -> None:
         """Record an update that is not an output of a compiled function."""
+        if self._reader is None:
+            return
         if traced_updates.is_top_level():
             self._reader.eager(update, loss)
         else:
@@ -568,6 +574,8 @@ class Recording:
 
     def close(self) -> None:
         """Record the last update, and stop observing."""
+        if self._reader is None:
+            return
         self._reader.close()
         compiled_steps.forget(self._reader)
         withdraw_settings(self)

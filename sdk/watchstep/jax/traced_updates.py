@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding
 
+from watchstep.jax.internals import jax_names
 from watchstep.jax.names import Path
 from watchstep.jax.sharding.argument_shardings import ArgumentShardings
 from watchstep.jax.step_settings import StepSettings, effective_settings
@@ -322,8 +322,9 @@ def report(where: str, error: Exception) -> None:
 
 
 def trace_state() -> Any:
-    """Return an object that is equal for code in the same trace."""
-    return get_opaque_trace_state()
+    """Return an object that is equal for code in the same trace; a new one at each call if JAX does not tell."""
+    state = jax_names.find("trace_state")
+    return object() if state is None else state()
 
 
 _top_level = trace_state()
@@ -349,14 +350,10 @@ class RecordingForm:
     shardings: ArgumentShardings | None = None
 
 
-_recording_form = jax.make_user_context(default_value=None) if hasattr(jax, "make_user_context") else None
+_make_context = jax_names.find("user_context")
+_recording_form = None if _make_context is None else _make_context(default_value=None)
 """The recording form that is being traced, or None: what is traced in one, such as the body of a scan, is never used in a trace of the
 program's own."""
-
-
-def has_recording_form() -> bool:
-    """Return whether this version of JAX can keep traces of recording forms apart."""
-    return _recording_form is not None
 
 
 def recording_form(form: RecordingForm) -> AbstractContextManager[Any]:
@@ -365,7 +362,9 @@ def recording_form(form: RecordingForm) -> AbstractContextManager[Any]:
 
 
 def _form_in_progress() -> RecordingForm | None:
-    form: RecordingForm | None = None if _recording_form is None else _recording_form.value
+    form: RecordingForm | None = (
+        None if _recording_form is None else jax_names.of(_recording_form, "user_context_value")
+    )
     return form
 
 
@@ -440,6 +439,8 @@ def is_observed() -> bool:
 
 def note_not_observed() -> None:
     """Report an update in a trace of the program's own, which has no extra outputs."""
+    if not jax_names.has("trace_state"):
+        return  # health has it
     for listener in tuple(not_observed):
         listener("an update under pmap, in an export or in a step compiled ahead of time is not observed")
 

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 import keras
 
+from watchstep.capture.framework_names import health_of
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
 from watchstep.hook import Hook
+from watchstep.keras.internals import keras_names
 from watchstep.keras.names import describe
 from watchstep.keras.optimizer_calls import OptimizerCall
 from watchstep.stopping import StopTraining
@@ -160,7 +162,7 @@ class KerasUpdates:
         self.settle()
         losses, session = self._losses, self.session()
         losses.pending.clear()
-        if losses.computed and not losses.updates and session is not None:
+        if losses.computed and not losses.updates and session is not None and keras_names.has("apply"):
             name = type(getattr(trainer, "optimizer", None)).__name__
             session.health.note(
                 "keras", f"updates of {name} are not observed: it applies gradients by code of its own"
@@ -329,6 +331,7 @@ class JaxUpdates(KerasUpdates):
         open_hook, self._open_hook = self._open_hook, None
         hook = None if open_hook is None else open_hook()
         if hook is not None:
+            keras_names.report_to(health_of(hook))
             self._session = hook._session  # noqa: SLF001 - part of the hook's own package
             self._module.record_with(hook)
 

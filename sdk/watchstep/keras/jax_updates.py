@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import jax
@@ -12,11 +11,10 @@ from watchstep.capture.steps.metric_names import SCALE
 from watchstep.hook import Hook
 from watchstep.jax import compiled_steps, optimizers, recording, traced_updates
 from watchstep.jax.traced_updates import TracedUpdate
+from watchstep.keras.internals import replace_compiler
 from watchstep.keras.optimizer_calls import OptimizerCall
 from watchstep.updates.parameter_names import parameter_words
 from watchstep.updates.program_updates import check_policy
-
-_TRAINER = "keras.src.backend.jax.trainer"
 
 
 def install() -> None:
@@ -27,9 +25,7 @@ def install() -> None:
     plain = jax.jit
     compiled_steps.install()
     optimizers.install_losses()
-    trainer = sys.modules.get(_TRAINER)
-    if trainer is not None and getattr(trainer, "jit", None) is plain:
-        trainer.jit = jax.jit  # type: ignore[attr-defined]
+    replace_compiler(plain, jax.jit)
 
 
 def record_with(hook: Hook) -> None:

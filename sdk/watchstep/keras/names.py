@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from watchstep.format.tensors import TensorInfo
+from watchstep.keras.internals import keras_names
 from watchstep.updates.parameter_names import describe_variables
 
 _MAX_PARAMETERS = 100_000
@@ -31,7 +32,9 @@ def _layer_types(variables: Sequence[Any], trainer: Any) -> dict[int, str]:
     types: dict[int, str] = {}
     for layer in _layers(trainer):
         try:
-            own = layer._trainable_variables  # noqa: SLF001 - its own ones, without those of its layers
+            own = keras_names.of(layer, "variables_of_layer")  # without those of its layers
+            if own is None:
+                return {}
             types.update({id(variable): type(layer).__name__ for variable in own if id(variable) in wanted})
         except Exception:  # noqa: BLE001, S112 - of a layer that is not complete
             continue
@@ -39,6 +42,7 @@ def _layer_types(variables: Sequence[Any], trainer: Any) -> dict[int, str]:
 
 
 def _layers(trainer: Any) -> Iterable[Any]:
-    if trainer is not None and hasattr(trainer, "_flatten_layers"):
-        return list(trainer._flatten_layers())  # noqa: SLF001 - the public list has only the outermost layers
+    flatten = None if trainer is None else keras_names.of(trainer, "layers")
+    if flatten is not None:
+        return list(flatten())  # the public list has only the outermost layers
     return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), keras.layers.Layer)]

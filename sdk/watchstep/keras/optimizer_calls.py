@@ -16,6 +16,9 @@ from typing import Any, Protocol
 
 import keras
 
+from watchstep.keras.internals import keras_names, owner_of
+from watchstep.stopping import StopTraining
+
 _MARK = "_watchstep_observed"
 
 
@@ -65,6 +68,10 @@ class KerasObserver(Protocol):
         """``fit`` ends, also by an exception."""
         ...
 
+    def report(self, where: str, error: Exception) -> None:
+        """Count a fault of the recorder."""
+        ...
+
 
 _observers: list[KerasObserver] = []
 
@@ -110,22 +117,18 @@ def forget(observer: KerasObserver) -> None:
 @functools.cache
 def install() -> None:
     """Change Keras' methods. They call the original ones, and do nothing else as long as nothing is observed."""
-    _replace(
-        _owner(keras.optimizers.Optimizer, "_backend_apply_gradients"), "_backend_apply_gradients", _applying
-    )
-    scaling = keras.optimizers.LossScaleOptimizer
-    _replace(_owner(scaling, "apply"), "apply", _scaling_apply)
-    _replace(_owner(scaling, "stateless_apply"), "stateless_apply", _scaling_stateless)
-    trainer = keras.Model
-    for name in ("compute_loss", "_compute_loss"):
-        _replace(_owner(trainer, name), name, _computing)
-    _replace(_owner(trainer, "evaluate"), "evaluate", _evaluating)
-    _replace(_owner(trainer, "fit"), "fit", _fitting)
-
-
-def _owner(kind: type, name: str) -> type:
-    """Return the class that defines a method of another class."""
-    return next(base for base in kind.__mro__ if name in vars(base))
+    for key, observed in (
+        ("apply", _applying),
+        ("scaling_apply", _scaling_apply),
+        ("scaling_stateless_apply", _scaling_stateless),
+        ("compute_loss", _computing),
+        ("compute_loss_inside", _computing),
+        ("evaluate", _evaluating),
+        ("fit", _fitting),
+    ):
+        owned = owner_of(key)
+        if owned is not None:
+            _replace(*owned, observed)
 
 
 def _replace(owner: type, name: str, observed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -134,6 +137,18 @@ def _replace(owner: type, name: str, observed: Callable[[Callable[..., Any]], Ca
         replacement = functools.wraps(method)(observed(method))
         setattr(replacement, _MARK, True)
         setattr(owner, name, replacement)
+
+
+@contextmanager
+def _contained() -> Iterator[None]:
+    """Contain the recorder's own faults; a stop is raised."""
+    try:
+        yield
+    except StopTraining:
+        raise
+    except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+        for observer in tuple(_observers):
+            observer.report("keras", error)
 
 
 @contextmanager
@@ -147,7 +162,7 @@ def _observing(
         scope: returns a context in which the variables have the values of the update; it is left before the update is made.
     """
     if _observers and not _depth.optimizers:
-        with scope():
+        with _contained(), scope():
             made = call()
             for observer in tuple(_observers) if made is not None else ():
                 observer.updating(made)  # type: ignore[arg-type]
@@ -185,7 +200,7 @@ def _scaling_stateless(method: Callable[..., Any]) -> Callable[..., Any]:
         def scope() -> AbstractContextManager[Any]:
             mapping = [
                 *zip(optimizer.variables, optimizer_variables, strict=False),
-                *zip(optimizer._trainable_variables, trainable_variables, strict=False),  # noqa: SLF001 - Keras' own name
+                *zip(_variables_of(optimizer), trainable_variables, strict=False),
             ]
             scope: AbstractContextManager[Any] = keras.StatelessScope(state_mapping=mapping)
             return scope
@@ -202,16 +217,23 @@ def _scaled_call(optimizer: Any, grads: Any, variables: Any) -> OptimizerCall | 
         if not optimizer.built:
             optimizer.build(list(variables))
             optimizer.built = True
-        chosen = optimizer._trainable_variables if variables is None else variables  # noqa: SLF001 - Keras' own name
+        chosen = _variables_of(optimizer) if variables is None else variables
+        scale, is_finite = (keras_names.of(optimizer, key) for key in ("dynamic_scale", "check_finite"))
+        if scale is None or is_finite is None or len(chosen) != len(grads):
+            return None
         return OptimizerCall(
             optimizer,
             tuple(grads),
             tuple(chosen),
-            scale=keras.ops.convert_to_tensor(optimizer.dynamic_scale),
-            is_finite=optimizer.check_finite(grads),
+            scale=keras.ops.convert_to_tensor(scale),
+            is_finite=is_finite(grads),
         )
     except Exception:  # noqa: BLE001 - the call itself raises it, or there is nothing to observe
         return None
+
+
+def _variables_of(optimizer: Any) -> Any:
+    return keras_names.of(optimizer, "trainable_variables", ())
 
 
 def _computing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,8 +242,9 @@ def _computing(method: Callable[..., Any]) -> Callable[..., Any]:
         if _is_compiling():
             return loss
         if _observers and (arguments[4] if len(arguments) > 4 else keywords.get("training", True)):
-            for observer in tuple(_observers):
-                observer.computed(trainer, loss)
+            with _contained():
+                for observer in tuple(_observers):
+                    observer.computed(trainer, loss)
         return loss
 
     return compute_loss
@@ -236,8 +259,9 @@ def _evaluating(method: Callable[..., Any]) -> Callable[..., Any]:
             _depth.evaluations -= 1
         if _observers and not _depth.evaluations:
             named = results if isinstance(results, dict) else _named(trainer, results)
-            for observer in tuple(_observers):
-                observer.evaluated(named)
+            with _contained():
+                for observer in tuple(_observers):
+                    observer.evaluated(named)
         return results
 
     return evaluate
@@ -254,12 +278,14 @@ def _named(trainer: Any, results: Any) -> dict[str, float]:
 
 def _fitting(method: Callable[..., Any]) -> Callable[..., Any]:
     def fit(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
-        for observer in tuple(_observers):
-            observer.begins(trainer)
+        with _contained():
+            for observer in tuple(_observers):
+                observer.begins(trainer)
         try:
             return method(trainer, *arguments, **keywords)
         finally:
-            for observer in tuple(_observers):
-                observer.ends(trainer)
+            with _contained():
+                for observer in tuple(_observers):
+                    observer.ends(trainer)
 
     return fit

@@ -8,10 +8,12 @@ from typing import Any
 
 import keras
 
+from watchstep.capture.framework_names import contained, health_of
 from watchstep.errors import ConfigError
 from watchstep.hook import Hook
 from watchstep.keras import optimizer_calls
 from watchstep.keras.backends import JaxUpdates, KerasUpdates, TensorFlowUpdates, TorchUpdates
+from watchstep.keras.internals import keras_names
 from watchstep.updates.program_updates import ProgramUpdates
 
 OpenHook = Callable[[], "Hook | None"]
@@ -46,6 +48,7 @@ class KerasRecording:
         if hook is None:
             self.close()
             return None
+        keras_names.report_to(health_of(hook))
         updates = ProgramUpdates(hook._session, hook._on_nonfinite)  # noqa: SLF001 - part of the hook's own package
         hook.attach_updates(updates.count_by_hand, self.close)
         return updates
@@ -85,9 +88,12 @@ class KerasCallback(keras.callbacks.Callback):  # type: ignore[misc]
             ConfigError: the hook's gate policy skips updates, which is not possible from outside of a compiled step.
         """
         super().__init__()
-        self._recording = KerasRecording(lambda: hook)
-        self._recording.updates.start()
         self._traced: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._recording: KerasRecording | None = None
+        with contained(hook, "Keras"):
+            recording = KerasRecording(lambda: hook)
+            recording.updates.start()
+            self._recording = recording
 
     def set_model(self, model: Any) -> None:
         """Let Keras trace its training step again if it was traced before this object was created."""
@@ -104,8 +110,10 @@ class KerasCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - Keras' interface
         """Note the beginning of ``fit``, which Python may have looked up before this object was created."""
-        self._recording.updates.begins(self.model)
+        if self._recording is not None:
+            self._recording.updates.begins(self.model)
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002 - as above
         """Note the end of ``fit``."""
-        self._recording.updates.ends(self.model)
+        if self._recording is not None:
+            self._recording.updates.ends(self.model)

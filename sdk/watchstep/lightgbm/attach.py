@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from watchstep.boosting.attach import patch_train
 from watchstep.hook import Hook
 from watchstep.lightgbm.callback import LightgbmRecording
+from watchstep.lightgbm.internals import lightgbm_names
 
 _log = logging.getLogger("watchstep")
 
@@ -15,10 +17,9 @@ _log = logging.getLogger("watchstep")
 def attach() -> None:
     """Record each training from now on, once LightGBM is imported. Never raises."""
     try:
-        import lightgbm.engine
-        import lightgbm.sklearn
-
-        patch_train((lightgbm.engine, lightgbm, lightgbm.sklearn), (LightgbmRecording,), _recording)
+        if lightgbm_names.find("train") is not None:
+            names = ["lightgbm", *lightgbm_names.modules_of("train", "train_of_estimators")]
+            patch_train([sys.modules[name] for name in names], (LightgbmRecording,), _recording)
     except Exception as error:  # noqa: BLE001 - no fault may end the program
         _log.error("watchstep: not recording LightGBM: %s", error)
 

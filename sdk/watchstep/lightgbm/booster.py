@@ -15,6 +15,7 @@ from watchstep.boosting.figures import TreeFigures
 from watchstep.boosting.model import DataSample, Task, sample_arrays
 from watchstep.errors import ConfigError
 from watchstep.format.statistics import Floats
+from watchstep.lightgbm.internals import errors
 
 IMPORTANCES = ("weight", "gain", "total_gain")
 """Kinds of importance, by XGBoost's names for them."""
@@ -140,7 +141,7 @@ class LightgbmModel:
         if isinstance(data, lightgbm.Dataset):
             try:
                 data = data.get_data(), data.get_label()
-            except lightgbm.basic.LightGBMError as error:
+            except errors() as error:
                 raise ConfigError(
                     "a Dataset without its raw data", "pass features and labels, or set free_raw_data=False"
                 ) from error

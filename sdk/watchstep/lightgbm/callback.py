@@ -9,8 +9,10 @@ import lightgbm
 
 from watchstep.boosting.evaluations import MetricValue
 from watchstep.boosting.recorder import BoostingOptions, HookRecording
+from watchstep.capture.framework_names import health_of
 from watchstep.hook import Hook
 from watchstep.lightgbm.booster import IMPORTANCES, LightgbmModel
+from watchstep.lightgbm.internals import has_round, lightgbm_names, readable_model
 
 _ORDER = 25
 """Position among the callbacks: after those that log and collect evaluations, before early stopping (30), which raises an exception."""
@@ -79,6 +81,7 @@ class LightgbmRecording:
         )
         options.check(IMPORTANCES)
         self._recording = HookRecording(hook, "lightgbm", options)
+        lightgbm_names.report_to(health_of(hook))
         self._model: LightgbmModel | None = None
 
     def __call__(self, env: Any) -> None:
@@ -90,6 +93,8 @@ class LightgbmRecording:
         Raises:
             StopTraining: a stop is due and the program opted in.
         """
+        if not has_round(env):
+            return
         if env.iteration == env.begin_iteration:
             self._model = None
             self._recording.begin()
@@ -101,10 +106,11 @@ class LightgbmRecording:
             self._model = None
 
     def _read(self, env: Any) -> LightgbmModel | None:
-        if not isinstance(env.model, lightgbm.Booster):
-            return None  # the folds of a cross-validation
-        if self._model is None or not self._model.is_of(env.model):
-            self._model = LightgbmModel(env.model)
+        model = readable_model(env)
+        if not isinstance(model, lightgbm.Booster):
+            return None  # such as the folds of a cross-validation
+        if self._model is None or not self._model.is_of(model):
+            self._model = LightgbmModel(model)
         self._model.begin_round(env.params)
         return self._model
 

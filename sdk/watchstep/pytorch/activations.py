@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils.hooks import RemovableHandle
 
 from watchstep.capture.steps.record import Group, Probe
@@ -35,6 +36,7 @@ from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel
+from watchstep.pytorch import internals
 from watchstep.pytorch.device_kernel import capturing
 from watchstep.pytorch.gate import Describe, LiveOutputs
 from watchstep.pytorch.names import Names, dtype_name, placement_of
@@ -51,10 +53,8 @@ from watchstep.pytorch.tensors import full_tensors
 
 # Called for each module of each pass, so they are not looked up there.
 is_compiling = torch.compiler.is_compiling
-current_graph_task = torch._C._current_graph_task_id  # noqa: SLF001 - PyTorch's own test for a running backward pass
-functorch_level = torch._C._functorch.maybe_current_level  # noqa: SLF001 - inside vmap, grad, jvp, …: has no public name
+graph_task_id, functorch_level = internals.graph_task_id, internals.functorch_level
 
-_FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _DEEPEST = 20
 """Maximum nesting of containers that are searched."""
 
@@ -182,7 +182,7 @@ class PartPasses:
 
 def _recomputes() -> bool:
     """Return whether this forward pass runs inside a backward pass, like the second one of activation checkpointing."""
-    return current_graph_task() != -1
+    return bool(graph_task_id.value() != -1)
 
 
 def _gradients_enabled() -> bool:
@@ -191,9 +191,15 @@ def _gradients_enabled() -> bool:
 
 
 def _inside_autograd_function(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code is not _FUNCTION_APPLY:
+    """Return whether a frame runs inside the ``forward`` of an autograd function: its first argument is the context."""
+    while frame is not None:
+        code = frame.f_code
+        # The local variables of other frames are not read, because their frames would keep them in memory.
+        first = code.co_varnames[0] if code.co_name == "forward" and code.co_argcount else "self"
+        if first != "self" and isinstance(frame.f_locals.get(first), FunctionCtx):
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 _Look = Callable[[list[Tensor], int, Mode], tuple[Probe, ...]]
@@ -304,8 +310,8 @@ class _OutputHook(ModuleHook):
             and module.training
             and unmeasured.session.mode == "train"
             and unmeasured.thread == get_ident()
-            and current_graph_task() == -1
-            and functorch_level() is None
+            and graph_task_id.value() == -1
+            and functorch_level.value() is None
         ):
             unmeasured.note(self._describe, output)
         else:
@@ -357,7 +363,9 @@ class ActivationHooks:
         self._unchanged = Unchanged(probes)
         self._sums = ChannelSums(probes)
         hooked = 0
-        for order, (path, module) in enumerate(names.model.named_modules()):
+        for order, (path, module) in enumerate(
+            names.model.named_modules() if internals.sees_passes() else ()
+        ):
             try:
                 hooked += self._listen(names, order, path, module, handles)
             except Exception as error:  # noqa: BLE001 - a module whose attributes raise: the others are recorded

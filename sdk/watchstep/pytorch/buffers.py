@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import (
-    _NormBase,
-)  # base of layers with running statistics; not public
 
 from watchstep.capture.steps.record import Group
 from watchstep.capture.steps.session import Session
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Kernel
+from watchstep.pytorch import internals
 from watchstep.pytorch.names import Names, placement_of
 from watchstep.pytorch.observable import own_tensor
 from watchstep.pytorch.parameters.parameters import Parameters
@@ -30,7 +29,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 class _Buffer:
     """One running statistic of a layer."""
 
-    module: _NormBase
+    module: Any
     leaf: str
     info: TensorInfo
     place: Placement
@@ -100,7 +99,7 @@ class Buffers:
         self._groups: dict[tuple[str, ...], Group] = {}
         self._by_collections: dict[tuple[str, ...], list[_Buffer]] = {}
         for order, (path, module) in enumerate(names.model.named_modules()):
-            if not isinstance(module, _NormBase):
+            if not isinstance(module, internals.norm_base.value):
                 continue
             for leaf in _RUNNING:
                 values = own_tensor(module, leaf)
@@ -163,7 +162,7 @@ class Buffers:
 
 
 @torch.no_grad()
-def _affine_square(layer: _NormBase) -> Tensor:
+def _affine_square(layer: Any) -> Tensor:
     """Return ``mean(scale²) + mean(shift²)``, float32 of shape (): the mean square of a layer's output if its statistics fit the data.
 
     NaN if the scale or shift is a shard, or is computed by a parametrization.
@@ -174,7 +173,7 @@ def _affine_square(layer: _NormBase) -> Tensor:
     total = torch.zeros((), device=statistic.device)
     for name, default in (("weight", 1.0), ("bias", 0.0)):
         parameter = own_tensor(layer, name)
-        if parameter is None and name in layer.__dict__["_parameters"]:
+        if parameter is None and name in internals.parameters_of(layer):
             total = total + default
         elif parameter is not None and type(parameter) in _PLAIN:
             total = total + parameter.float().square().mean()

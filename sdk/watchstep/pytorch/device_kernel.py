@@ -18,6 +18,7 @@ from torch import Tensor
 
 from watchstep.format.statistics import COUNT_COLUMNS, VALUE_COLUMNS, Histograms, StatisticsBatch
 from watchstep.kernels.measurement import Completed, Measurement, Reordered
+from watchstep.pytorch import internals
 from watchstep.pytorch.cuda.arrival import DeviceError, Landing, Landings
 
 if TYPE_CHECKING:
@@ -247,7 +248,7 @@ def nonfinite_by_operations(tensors: Sequence[Tensor]) -> Tensor:
     operation, is widened.
     """
     wide = [tensor if tensor.dtype in _NORMED else tensor.float() for tensor in tensors if tensor.numel()]
-    largest = [norm.double() for norm in torch._foreach_norm(wide, torch.inf)] if wide else []  # noqa: SLF001 - has no public name
+    largest = [norm.double() for norm in internals.largest_magnitudes(wide)] if wide else []
     zero = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     bad = ~torch.isfinite(torch.stack([zero, *largest])).all()
     return torch.stack([bad, torch.ones_like(bad)]).long()

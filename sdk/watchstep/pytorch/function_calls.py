@@ -28,6 +28,7 @@ from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel
+from watchstep.pytorch import internals
 from watchstep.pytorch.names import Names, dtype_name, placement_of
 from watchstep.pytorch.probes.activations import ChannelProbe, UnitActivity, activation_kind
 
@@ -185,10 +186,7 @@ class FunctionCalls:
         return None
 
     def _is_compiled(self) -> bool:
-        compiled = any(
-            getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-            for module in self._names.model.modules()
-        )
+        compiled = any(map(internals.is_compiled, self._names.model.modules()))
         if compiled:
             self._session.health.note(
                 "function_calls",

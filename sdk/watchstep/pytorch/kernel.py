@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from watchstep.format.statistics import StatisticsBatch, scalars
 from watchstep.kernels import native_kernel
@@ -32,7 +31,7 @@ from watchstep.kernels.array_kernel import (
 )
 from watchstep.kernels.measurement import Completed, Measurement, Reordered, Repeated
 from watchstep.kernels.native_kernel import KIND_OF_WIDTH, KINDS, MemoryRange, MemoryRanges
-from watchstep.pytorch import device_kernel
+from watchstep.pytorch import device_kernel, internals
 from watchstep.pytorch.device_kernel import measure_by_operations
 from watchstep.pytorch.probes.staging import HostCopy
 
@@ -194,7 +193,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 def has_all_memory(tensor: Tensor) -> bool:
     """Return whether all elements of a tensor lie in its storage. A copy of a tensor whose storage was freed ends the process."""
-    if type(tensor) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in _PLAIN_TYPES and internals.is_wrapper(tensor):
         return True  # its values are in inner tensors
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
         return True
@@ -223,11 +222,11 @@ def _plain(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
-    if type(tensor) is not Tensor and not is_traceable_wrapper_subclass(tensor):
+    if type(tensor) is not Tensor and not internals.is_wrapper(tensor):
         tensor = tensor.as_subclass(Tensor)
     if type(tensor) is Tensor and not _has_memory(tensor):
         return tensor.new_empty(0)
-    if tensor._is_zerotensor():  # noqa: SLF001 - has no public name
+    if internals.is_zero_tensor(tensor):
         # Forward-mode differentiation has tensors of zeros without memory.
         tensor = tensor.new_zeros(()).expand(tensor.shape)
     if tensor.layout is not torch.strided:

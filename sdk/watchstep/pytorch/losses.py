@@ -29,6 +29,7 @@ from watchstep.capture.steps.record import scalar_info
 from watchstep.capture.steps.recorder import Recorder
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Measurement
+from watchstep.pytorch import internals
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.observable import observable
 from watchstep.pytorch.tensors import full_tensors
@@ -54,15 +55,17 @@ def divisor_of(loss: Tensor) -> float:
     previous = node.next_functions[0][0] if node.next_functions else None
     if previous is not None and previous.name() == _SUMS:
         return 1.0
-    saved = getattr(node, "_raw_saved_other", None)
+    saved = internals.saved_other(node)
     if saved is None or getattr(saved, "unpack_hook", None) is not None:
         return 1.0
     number = getattr(saved, "data", None)
     if not isinstance(number, Tensor) or number.dim() or number.device.type != "cpu" or number.requires_grad:
         return 1.0
-    if number.is_complex():
+    if number.is_complex() or internals.undispatched.is_missing:
         return 1.0
-    with torch._C._DisableTorchDispatch():  # noqa: SLF001 - a mode of the program or of a tracer need not observe this, or fails
+    with (
+        internals.undispatched.value()
+    ):  # a mode of the program or of a tracer need not observe this, or fails
         value = float(number.item())
     if name == _MULTIPLIES:
         value = 1 / value if value > 1 / _MAX_DIVISOR else 1.0
@@ -122,7 +125,7 @@ _VALUE_PRESERVING = frozenset(
     }
 )
 """Operations that do not change a loss, or average it over examples."""
-_MEAN, _SUM = 1, 2  # `torch.nn._reduction.get_enum`
+_NONE, _MEAN = 0, 1  # `torch.nn._reduction.get_enum`
 _NUMBERED = re.compile(r"\d+$")
 
 
@@ -143,7 +146,7 @@ def loss_function(loss: Tensor) -> str:
         name = _operation(type(node).__name__)
         if name not in _VALUE_PRESERVING:
             kind = name.removesuffix("Backward")
-            is_plain = getattr(node, "_saved_reduction", _MEAN) != _SUM
+            is_plain = internals.reduction_of(node, name) in {None, _NONE, _MEAN}
             return kind if is_plain and ("Loss" in kind or "CrossEntropy" in kind) else ""
         node = node.next_functions[0][0]
     return ""

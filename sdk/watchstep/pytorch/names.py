@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.jit._trace import TracedModule  # supports hooks; has no public name
 
 from watchstep.capture.config import Collection, placed
 from watchstep.errors import ConfigError
 from watchstep.format import tensors
 from watchstep.format.tensors import Placement, Stage, TensorInfo
+from watchstep.pytorch import internals
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -123,7 +123,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             "watch: nn.DataParallel makes new replicas in every forward pass; they cannot be watched",
             "use nn.parallel.DistributedDataParallel, as PyTorch recommends, or watch the module inside",
         )
-    inner = getattr(model, "_orig_mod", None)
+    inner = internals.original_of(model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner = model.module
     return unwrap(inner) if isinstance(inner, nn.Module) else model
@@ -289,7 +289,9 @@ def _check_modules(model: nn.Module) -> None:
         description = (
             f"watch({type(model).__name__}): module {path!r}" if path else f"watch({type(model).__name__})"
         )
-        if isinstance(module, torch.jit.ScriptModule) and not isinstance(module, TracedModule):
+        if isinstance(module, internals.script_module.value) and not isinstance(
+            module, internals.traced_module.value
+        ):
             raise ConfigError(
                 f"{description} is a script module, which takes no hooks",
                 "script the model after it is watched",
@@ -302,8 +304,8 @@ def _check_modules(model: nn.Module) -> None:
 
 def _placement_of_wrapped(model: Any) -> ParameterPlacement:
     """Return the placement of a model, also if its DistributedDataParallel wrapper is compiled."""
-    inner = getattr(model, "_orig_mod", None)
-    return _placement_of_wrapped(inner) if isinstance(inner, nn.Module) else replicated(model)
+    inner = internals.original_of(model) if isinstance(model, nn.Module) else None
+    return _placement_of_wrapped(inner) if inner is not None else replicated(model)
 
 
 def bases_of(module: nn.Module) -> tuple[str, ...]:

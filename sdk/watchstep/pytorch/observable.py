@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from watchstep.capture.steps.own_work import own_work
-
-_FAKE = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001 - has no public name
+from watchstep.pytorch import internals
 
 
 def observable() -> bool:
@@ -23,9 +22,7 @@ def observable() -> bool:
     if torch.compiler.is_compiling():
         return False
     return (
-        torch._C._get_tracing_state() is None  # noqa: SLF001 - as torch.jit.is_tracing
-        and torch._C._functorch.maybe_current_level() is None  # noqa: SLF001 - inside vmap, grad, jvp, …
-        and torch._C._get_dispatch_mode(_FAKE) is None  # noqa: SLF001 - programs estimate memory with fake tensors
+        not internals.is_tracing() and internals.functorch_level.value() is None and not internals.is_fake()
     )
 
 
@@ -66,6 +63,5 @@ def own_tensor(module: nn.Module, name: str) -> Tensor | None:
 
     Reading the attribute instead would run a parametrization or property of the program, which may use random numbers.
     """
-    stored = module.__dict__
-    tensor: Tensor | None = stored["_parameters"].get(name, stored["_buffers"].get(name))
-    return tensor
+    parameters = internals.parameters_of(module)
+    return parameters[name] if name in parameters else internals.buffers_of(module).get(name)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # base of layers with running statistics; not public
 
+from watchstep.pytorch import internals
 from watchstep.pytorch.gate import any_is_nonfinite
 from watchstep.pytorch.names import bases_of
 from watchstep.pytorch.observable import own_tensor
@@ -33,13 +33,13 @@ def own_statistics(model: nn.Module) -> Iterator[tuple[int, str, nn.Module, str,
     Each has the number and path of its module, the module, its name there, and its values.
     """
     for order, (path, module) in enumerate(model.named_modules()):
-        if isinstance(module, _NormBase) or type(module).__module__.startswith("torch."):
+        if isinstance(module, internals.norm_base.value) or type(module).__module__.startswith("torch."):
             continue
         normalizes = any(_OWN_CLASSES.search(base) for base in bases_of(module))
         for leaf, values in module.named_buffers(recurse=False):
             if not (normalizes or _OWN_BUFFERS.search(leaf)):
                 continue
-            is_saved = leaf not in module._non_persistent_buffers_set  # noqa: SLF001 - has no public name
+            is_saved = internals.is_saved(module, leaf)
             is_small = 0 < values.numel() <= _MAX_ELEMENTS and values.device.type in ("cpu", "cuda")
             if is_saved and is_small and values.is_floating_point():
                 yield order, path, module, leaf, values
@@ -105,7 +105,7 @@ class RunningStatistics:
         self._statistics = [
             _Statistic(f"{path}.{leaf}" if path else leaf, module, leaf)
             for path, module in model.named_modules()
-            if isinstance(module, _NormBase)
+            if isinstance(module, internals.norm_base.value)
             for leaf in ("running_mean", "running_var")
         ]
         self._statistics += [
@@ -186,7 +186,7 @@ class RunningStatistics:
             else:
                 statistic.first = values.clone()
         if targets:
-            torch._foreach_copy_(targets, sources)
+            internals.copy_each(targets, sources)
 
 
 def _is_plain(values: Tensor) -> bool:

@@ -19,7 +19,7 @@ from watchstep.errors import ConfigError
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Kernel
-from watchstep.pytorch import device_kernel, losses
+from watchstep.pytorch import device_kernel, internals, losses
 from watchstep.pytorch.activations import ActivationHooks, ForwardPasses, PartPasses
 from watchstep.pytorch.buffers import Buffers
 from watchstep.pytorch.bundles.bundler import Bundler
@@ -193,14 +193,16 @@ class Watch:
             raise
 
     def _listen(self, names: Names, kernel: Kernel) -> None:
+        internals.report_to(self._health)
         self._schedule.measure_floor(own_work)
         snapshots.pin_memory(self._session, list(names.parameters().values()))
-        self._handles.append(
-            self.model.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True)
-        )
-        self._handles.append(
-            self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True)
-        )
+        if internals.sees_passes():
+            self._handles.append(
+                self.model.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True)
+            )
+            self._handles.append(
+                self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True)
+            )
         self._activations = ActivationHooks(
             self._session, names, kernel, self._passes, self._handles, self._part_called
         )
@@ -208,8 +210,6 @@ class Watch:
         losses.listen(self)
         amp.listen(self)
         clipping.listen(self)
-        if unseen := clipping.not_observed():
-            self._health.note("clipping", f"not observed in this version of PyTorch: {', '.join(unseen)}")
 
     def detach(self) -> None:
         """Stop observing, and remove the hooks from the model."""

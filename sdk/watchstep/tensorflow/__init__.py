@@ -1,5 +1,12 @@
 """Recording of TensorFlow 2 programs with loops of their own: ``from watchstep.tensorflow import Recording``."""
 
-from watchstep.tensorflow.recording import TapeRecording as Recording
+import tensorflow as tf  # noqa: F401 - a program without TensorFlow cannot go on
+
+from watchstep.capture.framework_names import unrecorded
+
+try:
+    from watchstep.tensorflow.recording import TapeRecording as Recording
+except Exception as error:  # noqa: BLE001 - the training goes on without a recording
+    Recording = unrecorded("TensorFlow", error)
 
 __all__ = ["Recording"]

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from watchstep.tensorflow.internals import graphs_of_trace, has_graphs, tensorflow_names
+
 _MARK = "_watchstep_calls"
 _VARIABLES = "_watchstep_variables"
 _CLONE = "_watchstep_clone"
@@ -99,10 +101,8 @@ def is_clean() -> bool:
 def add_own(variables: Sequence[Any]) -> None:
     """Add variables of the recorder that the graph that is being built writes. They exist as long as that graph, or one that encloses it."""
     _own.update({id(variable.handle): variable for variable in variables})
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
+    for graph in graphs_of_trace():
         setattr(graph, _VARIABLES, [*getattr(graph, _VARIABLES, ()), *variables])
-        graph = getattr(graph, "outer_graph", None)
 
 
 class FunctionSet:
@@ -120,15 +120,22 @@ class FunctionSet:
 
 
 @functools.cache
-def install() -> None:
-    """Observe the calls of all functions of this process."""
-    kind = type(tf.function(lambda: None))
+def install() -> bool:
+    """Observe the calls of all functions of this process.
+
+    Returns:
+        Whether updates in functions can be recorded. Otherwise nothing is changed.
+    """
+    function = tf.function(lambda: None)
+    kind = type(function)
+    if not has_graphs(function):
+        return False
     if not hasattr(kind, _MARK):
         setattr(kind, _MARK, True)
         kind.__call__ = _observed(kind.__call__)
-        kind._get_concrete_function_garbage_collected = _tracing(  # noqa: SLF001 - the public method and SavedModel call it
-            kind._get_concrete_function_garbage_collected  # noqa: SLF001 - as above
-        )
+        name = tensorflow_names.attribute("trace")  # the public method and SavedModel call it
+        setattr(kind, name, _tracing(getattr(kind, name)))
+    return True
 
 
 def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,7 +172,8 @@ def _tracing(trace: Callable[..., Any]) -> Callable[..., Any]:
             concrete = trace(function, *arguments, **keywords)
         finally:
             _current.traced = None
-        if not any(id(capture) in _own for capture in concrete.captured_inputs):
+        captured = tensorflow_names.of(concrete, "captured", ())
+        if not any(id(capture) in _own for capture in captured):
             return concrete
         _current.is_clean = True
         try:
@@ -179,5 +187,7 @@ def _tracing(trace: Callable[..., Any]) -> Callable[..., Any]:
 def _clone_of(function: Any) -> Any:
     """Return a function of the same Python code, with traces of its own."""
     if not hasattr(function, _CLONE):
-        setattr(function, _CLONE, function._clone(None))  # noqa: SLF001 - TensorFlow itself copies functions by it
+        setattr(
+            function, _CLONE, tensorflow_names.of(function, "clone")(None)
+        )  # TensorFlow itself copies functions by it
     return getattr(function, _CLONE)

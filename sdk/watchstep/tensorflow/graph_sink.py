@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from watchstep.tensorflow import function_calls
 from watchstep.tensorflow.host_tensors import ScaledArrays, host_array, host_values
+from watchstep.tensorflow.internals import is_compiled
 from watchstep.updates.tensor_values import HostArrays, TensorValues
 
 SLOTS = 256
@@ -72,7 +73,7 @@ class GraphSink:
             checks_all: whether all elements are checked at each update, and not an eighth of those of large gradients in turn.
         """
         self._checks_all = checks_all
-        self._is_compiled = _is_compiled()
+        self._is_compiled = is_compiled()
         shapes = [None if gradient is None else self._shape(gradient) for gradient in gradients]
         _outside_of_graphs(lambda: self._create(gradients, shapes))
         self._read = 0
@@ -242,16 +243,6 @@ def _outside_of_graphs(create: Callable[[], None]) -> None:
     thread.join()
     if errors:
         raise errors[0]
-
-
-def _is_compiled() -> bool:
-    """Return whether the graph that is being traced is compiled by XLA; True if that is unknown."""
-    try:
-        from tensorflow.python.ops import control_flow_util
-
-        return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
-    except Exception:  # noqa: BLE001 - it is not a public function
-        return True
 
 
 def _copy_of(shape: Any, dtype: Any) -> Any:

@@ -16,6 +16,7 @@ from watchstep.tensorflow import function_calls
 from watchstep.tensorflow.function_calls import FunctionSet
 from watchstep.tensorflow.graph_sink import GraphSink, GraphUpdate
 from watchstep.tensorflow.host_tensors import ScaledArrays, host_array, host_values
+from watchstep.tensorflow.internals import tensorflow_names
 from watchstep.updates.program_updates import ProgramUpdates, scaler_metrics
 from watchstep.updates.tensor_values import HostArrays, TensorValues
 from watchstep.updates.update_recorder import Update
@@ -86,7 +87,7 @@ class GraphUpdates:
         self._is_refused = False
         self._graphs: dict[int, _Graph] = {}
         self._closed = False
-        function_calls.install()
+        self._has_functions = function_calls.install()
         function_calls.observe(self)
 
     @property
@@ -178,6 +179,8 @@ class GraphUpdates:
         if self._updates is None and not self._is_refused:
             self._updates = self._open_updates()
             self._is_refused = self._updates is None
+            if self._updates is not None:
+                tensorflow_names.report_to(self._updates.session.health)
         return self._updates
 
     def _record_eager(self, update: ObservedUpdate) -> None:
@@ -207,6 +210,8 @@ class GraphUpdates:
         )
 
     def _add_to_graph(self, update: ObservedUpdate) -> None:
+        if not self._has_functions:
+            return  # health has it
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             self.note("updates of several replicas in one process are not observed")
             return

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from watchstep.capture.framework_names import contained
 from watchstep.hook import Hook
 from watchstep.tensorflow import tape_calls
 from watchstep.tensorflow.graph_updates import GraphUpdates, ObservedUpdate
@@ -86,6 +87,10 @@ class TapeUpdates:
             )
         )
 
+    def report(self, where: str, error: Exception) -> None:
+        """Count a fault of the recorder."""
+        self._graphs.report(where, error)
+
     def close(self) -> None:
         """Stop observing."""
         tape_calls.forget(self)
@@ -126,8 +131,10 @@ class TapeRecording:
         Raises:
             ConfigError: the hook's gate policy skips updates, which is not possible from outside of a compiled step.
         """
-        self._updates = TapeUpdates(lambda: hook)
-        self._updates.start()
+        with contained(hook, "TensorFlow"):
+            updates = TapeUpdates(lambda: hook)
+            updates.start()
+            self._updates = updates
 
 
 def _has_keras_optimizers() -> bool:

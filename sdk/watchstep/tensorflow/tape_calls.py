@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from watchstep.stopping import StopTraining
+from watchstep.tensorflow.internals import graphs_of_trace, has_tapes
+
 _MARK = "_watchstep_observed"
 _MAX_TARGETS = 16
 
@@ -42,6 +45,10 @@ class TapeObserver(Protocol):
         Raises:
             StopTraining: a stop is due and the program opted in.
         """
+        ...
+
+    def report(self, where: str, error: Exception) -> None:
+        """Count a fault of the recorder."""
         ...
 
 
@@ -113,12 +120,7 @@ def belongs_here(tensor: Any) -> bool:
     own = getattr(tensor, "graph", None)
     if tf.executing_eagerly():
         return own is None
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        if graph is own:
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
+    return any(graph is own for graph in graphs_of_trace())
 
 
 def _add_target(made: TapeGradients) -> None:
@@ -141,7 +143,7 @@ def _identities(variables: Sequence[Any]) -> frozenset[int]:
 def install() -> None:
     """Observe all tapes of this process."""
     kind = tf.GradientTape
-    if not hasattr(kind, _MARK):
+    if not hasattr(kind, _MARK) and has_tapes():
         setattr(kind, _MARK, True)
         kind.__enter__ = _entering(kind.__enter__)
         kind.__exit__ = _leaving(kind.__exit__)
@@ -190,12 +192,23 @@ def _differentiating(gradient: Callable[..., Any]) -> Callable[..., Any]:
         if not _thread.parts and not any(entered != id(tape) for entered in _thread.recording):
             made = _made(target, sources, result)
             if made is not None:
-                _add_target(made)
-                for observer in tuple(_observers):
-                    observer.differentiated(made)
+                _pass_on(made)
         return result
 
     return observed_gradient
+
+
+def _pass_on(made: TapeGradients) -> None:
+    """Pass gradients to the observers. Their faults never reach the program; a stop does."""
+    try:
+        _add_target(made)
+        for observer in tuple(_observers):
+            observer.differentiated(made)
+    except StopTraining:
+        raise
+    except Exception as error:  # noqa: BLE001 - as above
+        for observer in tuple(_observers):
+            observer.report("tensorflow", error)
 
 
 def _made(target: Any, sources: Any, result: Any) -> TapeGradients | None:

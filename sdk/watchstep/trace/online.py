@@ -25,15 +25,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.tensors.snapshots import SnapshotWriter, StoredFile
 from watchstep.format.layout import TraceKey
-from watchstep.pytorch import losses
+from watchstep.pytorch import internals, losses
 from watchstep.trace.operations import Trace, TraceMode
 from watchstep.trace.trace_file import encode_trace
 from watchstep.trace.trace_steps import TraceSteps
@@ -58,13 +55,7 @@ def _restores_dispatcher(frame: FrameType | None) -> bool:
     A mode that begins or ends there is on the stack without being enabled in the dispatcher afterwards, or reversely, and operations
     then fail.
     """
-    if torch.is_inference_mode_enabled():
-        return True
-    while frame is not None:
-        if "saved_include_set" in frame.f_code.co_varnames:  # the wrapper of compiled functions
-            return True
-        frame = frame.f_back
-    return False
+    return torch.is_inference_mode_enabled() or internals.runs_compiled(frame)
 
 
 class OnlineTracing:
@@ -167,18 +158,20 @@ class OnlineTracing:
         except BaseException:
             _tracing.release()
             raise
-        self._mode = _get_current_dispatch_mode()
+        self._mode = internals.current_dispatch_mode.value()
         self._running = step
         if self._first < 0:
             self._first = step
 
     def _obstacle(self) -> str:
+        if lacking := internals.lacks_for_traces():
+            return f"this version of PyTorch has no {lacking[0]}"
         if threading.get_ident() != self._thread:
             return "steps that begin in another thread than Hook.watch was called in are not traced"
-        if torch._C._current_autograd_node() is not None:  # noqa: SLF001 - has no public name
+        if internals.current_node.value() is not None:
             return "steps that begin within a backward pass are not traced"
-        if _get_current_dispatch_mode() is not None or any(
-            not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+        if internals.current_dispatch_mode.value() is not None or any(
+            not isinstance(mode, internals.device_context.value) for mode in internals.function_modes.value()
         ):
             return "steps that begin within a dispatch or function mode of the program are not traced"
         if _restores_dispatcher(sys._getframe()):  # noqa: SLF001 - the documented way to a frame
@@ -227,7 +220,7 @@ class OnlineTracing:
     def _can_end(self) -> bool:
         return (
             threading.get_ident() == self._thread
-            and _get_current_dispatch_mode() is self._mode
+            and internals.current_dispatch_mode.value() is self._mode
             and not _restores_dispatcher(sys._getframe())  # noqa: SLF001 - as above
         )
 

@@ -30,16 +30,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.steps.own_work import own_work
 from watchstep.errors import ConfigError
 from watchstep.kernels import native_kernel
+from watchstep.pytorch import internals
 from watchstep.pytorch.observable import ModuleHook
 from watchstep.trace.call_stacks import CallStacks
 from watchstep.trace.operations import (
@@ -353,7 +350,7 @@ class _NamedTensors:
         self.by_storage: dict[int, str] = {}
         self.arguments = 0  # number of those that are no parameters or buffers
         # A weak reference keeps the address, and not the memory, so that no address is used again within the step.
-        self._storages: list[StorageWeakRef] = []
+        self._storages: list[Any] = []
         if model is not None:
             self.add_model(model)
 
@@ -369,7 +366,7 @@ class _NamedTensors:
         key = _storage_key(tensor)
         if key is not None and key not in self.by_storage:
             self.by_storage[key] = name
-            self._storages.append(StorageWeakRef(tensor.untyped_storage()))
+            self._storages.append(internals.storage_reference.value(tensor.untyped_storage()))
 
     def add_nested(self, name: str, value: Any, depth: int = 0) -> None:
         """Name the tensors in an argument or result of the model, to a limited depth and number."""
@@ -394,7 +391,7 @@ class _FoundModules:
 
     def __init__(self) -> None:
         self.model: nn.Module | None = None
-        self._paths: MutableMapping[nn.Module, str] = WeakIdKeyDictionary()
+        self._paths: MutableMapping[nn.Module, str] = internals.weak_id_dictionary.value()
 
     def path_of(self, module: nn.Module, *, is_outermost: bool) -> str:
         """Return the name of a module that is being called."""
@@ -416,8 +413,7 @@ def _storage_key(tensor: Tensor) -> int | None:
         storage = tensor.untyped_storage()
     except Exception:  # noqa: BLE001 - sparse, lazy and other tensors without one memory raise various exceptions
         return None
-    key: int = storage._cdata  # noqa: SLF001 - the identity of memory has no public name
-    return key
+    return internals.address_of(storage)
 
 
 @dataclass(frozen=True)
@@ -448,7 +444,7 @@ class _Schema:
 
     @classmethod
     def of(cls, function: Any) -> _Schema:
-        schema = function._schema  # noqa: SLF001 - has no public name
+        schema = internals.schema_of(function)
         arguments = schema.arguments
         written = [
             (place, argument)
@@ -456,7 +452,7 @@ class _Schema:
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         returns = schema.returns
-        base = function._schema.name.rpartition("::")[2]  # noqa: SLF001 - as above
+        base = schema.name.rpartition("::")[2]
         return cls(
             str(function),
             tuple(place for place, argument in written if not argument.kwarg_only),
@@ -466,7 +462,7 @@ class _Schema:
             base == "lift_fresh",
             str(function).startswith(("profiler.", "prim.", "prims.device")),
             any(each.alias_info is None for each in returns),
-            base in _CHANGING_STATISTICS and "out" not in function._schema.overload_name,  # noqa: SLF001 - as above
+            base in _CHANGING_STATISTICS and "out" not in schema.overload_name,
         )
 
 
@@ -621,7 +617,10 @@ class _RunningModules(threading.local):
         self.extremes: dict[int, Tensor] = {}
 
 
-class _StepTrace(TorchDispatchMode):
+_DispatchMode: Any = internals.dispatch_mode_class.value
+
+
+class _StepTrace(_DispatchMode):  # type: ignore[misc]
     """The operations of one step while it runs."""
 
     supports_higher_order_operators = True
@@ -629,7 +628,7 @@ class _StepTrace(TorchDispatchMode):
     def __init__(
         self, step: int, config: TraceConfig, stacks: CallStacks, first_index: int, names: _NamedTensors
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.next_index = first_index
         self.left_out = 0
         self.bytes = 0
@@ -659,16 +658,14 @@ class _StepTrace(TorchDispatchMode):
         ] = {}  # id → parameter, place of its last writer, place of its output
         self._flags: dict[int, bool | None] = {}  # id → whether the last checked values are not finite
         self._summed: set[int] = set()  # ids whose checksum is recorded where they were written or first read
-        self._last_sequence = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - has no public name
+        self._last_sequence = internals.sequence_number.value()
         self._forward_of: dict[int, int] = {}  # autograd's sequence number → place in records
         self._ids: dict[int, int] = {}
         self._id_names: dict[int, str] = {}
         self._next_id = 0
         self._was_backward = False
         self._runs_python_backward = False
-        self._storages: dict[
-            int, StorageWeakRef
-        ] = {}  # keeps the addresses of freed memory from being used again
+        self._storages: dict[int, Any] = {}  # keeps the addresses of freed memory from being used again
         self._matches_operation = re.compile(config.operations).match if config.operations else None
         self._matches_module = re.compile(config.modules).match if config.modules else None
         self._native = native_kernel.load()
@@ -824,7 +821,7 @@ class _StepTrace(TorchDispatchMode):
             or self._is_stopped
             or own_work.depth
             or os.getpid() != self._process
-            or not hasattr(func, "_schema")
+            or internals.schema_of(func) is None
         ):
             return func(*args, **named)
         self._running.before = self._flags_before(func, args, named)
@@ -976,9 +973,9 @@ class _StepTrace(TorchDispatchMode):
 
     def _where(self) -> tuple[Phase, str, str, int | None, str]:
         """Phase, module, backward function, place of its forward operation, and the name of a gradient that is being accumulated."""
-        node = torch._C._current_autograd_node()  # noqa: SLF001 - has no public name
+        node = internals.current_node.value()
         module = self._running.paths[-1] if self._running.paths else ""
-        self._runs_python_backward = isinstance(node, BackwardCFunction)
+        self._runs_python_backward = isinstance(node, internals.python_backward.value)
         if node is None:
             # A closure runs with gradients within an optimizer's step; the optimizer's own arithmetic runs without.
             is_update = self._optimizers > 0 and not torch.is_grad_enabled()
@@ -990,12 +987,12 @@ class _StepTrace(TorchDispatchMode):
             parameter = self._names.parameters.get(id(getattr(node, "variable", None)), "")
             gradient = parameter and f"{parameter}:gradient"
             return "backward", parameter.rpartition(".")[0], "AccumulateGrad", None, gradient
-        forward = self._forward_of.get(node._sequence_nr())  # noqa: SLF001 - as above
+        forward = self._forward_of.get(internals.number_of(node))
         return "backward", "" if forward is None else self._records[forward].module, name, forward, ""
 
     def _note_sequence(self, place: int) -> None:
         """Attribute the backward functions that were created since the last operation to this one."""
-        sequence = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - has no public name
+        sequence = internals.sequence_number.value()
         for number in range(self._last_sequence, sequence):
             self._forward_of[number] = place
         self._last_sequence = sequence
@@ -1088,7 +1085,7 @@ class _StepTrace(TorchDispatchMode):
         for tensor in (*read, *written):
             key = _storage_key(tensor)
             if key is not None and key not in self._storages:
-                self._storages[key] = StorageWeakRef(tensor.untyped_storage())
+                self._storages[key] = internals.storage_reference.value(tensor.untyped_storage())
         if record.schema.name.startswith("aten.set_."):
             return  # shows memory that something else has filled, such as a data loader's worker
         ids = self._tensors.ids

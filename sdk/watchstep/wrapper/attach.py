@@ -79,6 +79,8 @@ class Attachment:
             if get_worker_info() is not None or (hook := start_hook()) is None:
                 return None
             hook.watch(_model_of(optimizer), optimizer)
+            if not hook._watches:  # noqa: SLF001 - as below
+                return None  # the fault is logged, and health states it
             watch = hook._watches[0]  # noqa: SLF001 - the first watch adopts earlier losses
             watch.adopt_loss(losses)
             self._samples.pass_to(hook._session)  # noqa: SLF001 - as above

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from watchstep.xgboost.callback import XgboostRecording as Recording
+import xgboost
+
+from watchstep.capture.framework_names import unrecorded
+
+try:
+    from watchstep.xgboost.callback import XgboostRecording as Recording
+except Exception as error:  # noqa: BLE001 - the training goes on without a recording
+    Recording = unrecorded("XGBoost", error, xgboost.callback.TrainingCallback)
 
 __all__ = ["Recording"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from watchstep.boosting.attach import patch_train
 from watchstep.hook import Hook
 from watchstep.xgboost.callback import XgboostRecording
+from watchstep.xgboost.internals import xgboost_names
 
 _log = logging.getLogger("watchstep")
 
@@ -15,10 +17,9 @@ _log = logging.getLogger("watchstep")
 def attach() -> None:
     """Record each training from now on, once XGBoost is imported. Never raises."""
     try:
-        import xgboost.sklearn
-        import xgboost.training
-
-        patch_train((xgboost.training, xgboost, xgboost.sklearn), (XgboostRecording,), _recording)
+        if xgboost_names.find("train") is not None:
+            names = ["xgboost", *xgboost_names.modules_of("train", "train_of_estimators")]
+            patch_train([sys.modules[name] for name in names], (XgboostRecording,), _recording)
     except Exception as error:  # noqa: BLE001 - no fault may end the program
         _log.error("watchstep: not recording XGBoost: %s", error)
 

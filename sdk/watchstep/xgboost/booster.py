@@ -16,6 +16,7 @@ from watchstep.boosting.figures import TreeFigures
 from watchstep.boosting.model import MAX_LABELS, DataSample, Task, evenly_spaced, sample_arrays
 from watchstep.errors import ConfigError
 from watchstep.format.statistics import Floats
+from watchstep.xgboost.internals import errors
 
 IMPORTANCES = ("weight", "gain", "cover", "total_gain", "total_cover")
 """Kinds of importance, as XGBoost defines them."""
@@ -98,7 +99,7 @@ class XgboostModel:
         newest = self._booster[self._booster.num_boosted_rounds() - 1]
         try:
             dumped = newest.get_dump(with_stats=True)
-        except xgboost.core.XGBoostError:  # trees with several outputs have no statistics in a dump
+        except errors():  # trees with several outputs have no statistics in a dump
             dumped = newest.get_dump()
         return [_tree(text) for text in dumped]
 
@@ -169,7 +170,7 @@ class XgboostModel:
         total = data.num_row()
         try:
             sampled = data.slice(evenly_spaced(total, rows).tolist(), allow_groups=True)
-        except xgboost.core.XGBoostError as error:
+        except errors() as error:
             raise ConfigError(
                 f"a {type(data).__name__} cannot be sliced",
                 "pass a small xgboost.DMatrix, or features and labels",

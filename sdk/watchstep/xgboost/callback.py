@@ -9,8 +9,10 @@ import xgboost
 
 from watchstep.boosting.evaluations import MetricValue
 from watchstep.boosting.recorder import BoostingOptions, HookRecording
+from watchstep.capture.framework_names import health_of
 from watchstep.hook import Hook
 from watchstep.xgboost.booster import IMPORTANCES, XgboostModel
+from watchstep.xgboost.internals import is_readable, xgboost_names
 
 _LOSSES = (
     "rmse",
@@ -91,6 +93,7 @@ class XgboostRecording(xgboost.callback.TrainingCallback):
         )
         options.check(IMPORTANCES)
         self._recording = HookRecording(hook, "xgboost", options)
+        xgboost_names.report_to(health_of(hook))
         self._model: XgboostModel | None = None
 
     def before_training(self, model: Any) -> Any:
@@ -118,6 +121,8 @@ class XgboostRecording(xgboost.callback.TrainingCallback):
     def _read(self, model: Any) -> XgboostModel | None:
         if not isinstance(model, xgboost.Booster):
             return None  # the folds of a cross-validation
+        if not is_readable(model):
+            return None
         if self._model is None or not self._model.is_of(model):
             self._model = XgboostModel(model)
         return self._model

@@ -24,13 +24,13 @@ from jax import lax  # noqa: E402
 
 from tests.frameworks.jax.rows import assert_same_rows, native_rows  # noqa: E402
 from watchstep.errors import ConfigError  # noqa: E402
-from watchstep.jax.ring.ref_memory import is_available  # noqa: E402
+from watchstep.jax.internals import has_rings  # noqa: E402
 from watchstep.jax.ring.ring_reader import RingReader  # noqa: E402
 from watchstep.jax.ring.ring_snapshots import RingStep  # noqa: E402
 from watchstep.jax.ring.step_ring import StepRing, check_rings  # noqa: E402
 from watchstep.jax.traced_updates import TracedUpdate, outputs_of  # noqa: E402
 
-if not is_available():
+if not has_rings():
     pytest.skip("this JAX has no jax.new_ref", allow_module_level=True)
 
 WIDTH, LAYERS, LENGTH, BATCH = 8, 3, 5, 2

@@ -27,18 +27,21 @@ from numpy.typing import NDArray
 
 from watchstep.format.statistics import StatisticsBatch
 from watchstep.jax.device_rows import RowLayout, RowWords, measure, statistics
+from watchstep.jax.internals import has_activations, jax_names
 from watchstep.jax.ring.ref_memory import (
     buffer_of,
     context_mesh,
     has_failed,
-    is_available,
     new_memory,
     new_ref,
     set_buffer,
 )
 
-_outside_of_traces: Callable[[], Any] = getattr(jax.core, "eval_context", jax.ensure_compile_time_eval)
-"""`jax.ensure_compile_time_eval` does not apply to Refs that are created in a function that is differentiated."""
+
+def _outside_of_traces() -> Any:
+    """Return a context outside of all traces. `jax.ensure_compile_time_eval` does not apply to Refs that are created in a function that is differentiated."""
+    return jax_names.find("outside_of_traces")()
+
 
 _LEAD = 4
 _CALL, _INNER, _DEAD, _SATURATED = range(_LEAD)
@@ -243,8 +246,10 @@ class ActivationRing:
         self._counters[...] = self._counters[...] + jnp.stack([np.int32(1), one])
 
     def _ensure_counters(self) -> None:
-        if not is_available() or jax.process_count() > 1:
-            raise ValueError("activations are observed by jax 0.10, in programs of one process")
+        if not has_activations():
+            raise ValueError("activations are not observed with this version of jax")
+        if jax.process_count() > 1:
+            raise ValueError("activations are observed in programs of one process")
         mesh = context_mesh()
         if mesh is not None and not mesh.empty:
             raise ValueError("activations under a mesh of the context are not observed")

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -25,23 +26,20 @@ from jax import lax
 
 from watchstep.jax import traced_updates
 from watchstep.jax.activations.activation_ring import Output, activation_ring
+from watchstep.jax.internals import (
+    callers,
+    is_batched,
+    is_differentiated,
+    is_part_of_function,
+    is_vmap_function,
+    jax_names,
+    obstacle_of_activations,
+)
 from watchstep.jax.names import path_words
 from watchstep.jax.traced_updates import report, trace_state
 
 _MAX_ROOT_FRAMES = 40
 """Maximum number of callers that are searched for the outermost module."""
-
-_AD = "jax._src.interpreters.ad"
-_BATCHING, _BATCH = "jax._src.interpreters.batching", "_batch_inner"
-"""The function of JAX that calls what a ``vmap`` traces."""
-
-_OBSTACLES = {
-    "jax._src.pmap": "pmap",
-    "jax._src.shard_map": "shard_map",
-    "jax._src.export._export": "export",
-}
-_PARTS = ("jax._src.nn.functions", "jax._src.custom_derivatives")
-"""Modules of JAX whose calls of these functions are parts of others, or of their derivatives."""
 
 _FUNCTIONS = {
     "relu": "ReLU",
@@ -300,12 +298,12 @@ class _ModuleTrace:
         self._write(output, lax.stop_gradient(array))
 
     def _write(self, output: Output, array: Any) -> None:
-        is_differentiated, obstacle = _surroundings()
-        if not is_differentiated:
+        if not is_differentiated():
             return
-        if type(array).__name__ == "BatchTracer":
+        if is_batched(array):
             self._write_batch(output, array)
             return
+        obstacle = obstacle_of_activations()
         if obstacle is None and _is_of_inner_batch():
             obstacle = "a transformation inside of vmap"
         if obstacle is not None:
@@ -345,28 +343,14 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, jax.Array) and bool(jnp.issubdtype(value.dtype, jnp.floating))
 
 
-def _surroundings() -> tuple[bool, str | None]:
-    """Return whether the current code is part of a function that is differentiated, and what around it admits no Ref."""
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - its public form reads source files
-    is_differentiated, obstacle = False, None
-    while frame is not None:
-        name = frame.f_globals.get("__name__")
-        is_differentiated |= name == _AD
-        obstacle = obstacle or _OBSTACLES.get(str(name))
-        frame = frame.f_back
-    return is_differentiated, obstacle
-
-
 def _is_of_inner_batch() -> bool:
     """Return whether a ``vmap`` traces the current code, although its values have no batch dimension here."""
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - as above
     batches = 0
-    while frame is not None:
+    for key, frame in callers():
         if frame.f_code.co_name == "observe_all" and frame.f_globals is globals():
             batches -= 1  # called with all examples of one ``vmap``
-        elif frame.f_code.co_name == _BATCH and frame.f_globals.get("__name__") == _BATCHING:
-            batches += 1
-        frame = frame.f_back
+        else:
+            batches += is_vmap_function(key, frame)
     return batches > 0
 
 
@@ -392,10 +376,9 @@ class _Finder:
         A program may call parts of its model: ``model.actor(x)``.
         """
         root, paths = module, self.below(module)
-        frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - the documented way to a frame
         searched: set[int] = {id(module)}
-        for _ in range(_MAX_ROOT_FRAMES):
-            if frame is None or frame.f_globals.get("__name__") == _AD:
+        for key, frame in islice(callers(), 2, 2 + _MAX_ROOT_FRAMES):
+            if key == "differentiation":
                 break
             for value in tuple(frame.f_locals.values()):
                 if isinstance(value, self._base) and id(value) not in searched:
@@ -403,7 +386,6 @@ class _Finder:
                     below = self.below(value)
                     if id(module) in below and len(below) > len(paths):
                         root, paths = value, below
-            frame = frame.f_back
         return root, paths
 
 
@@ -411,10 +393,9 @@ class _NnxFinder(_Finder):
     """Modules of Flax NNX."""
 
     def below(self, module: Any) -> dict[int, str]:
-        from flax import nnx
-
+        parts = jax_names.find("nnx_modules")
         paths: dict[int, str] = {}
-        for path, part in nnx.iter_modules(module):
+        for path, part in () if parts is None else parts(module):
             paths.setdefault(id(part), ".".join(map(str, path)))
         return {**paths, id(module): ""}
 
@@ -505,8 +486,9 @@ class _ModulePatches:
                 if self._traces == 1:
                     self._apply()
             linen = sys.modules.get("flax.linen")
-            if linen is not None:
-                stack.enter_context(linen.intercept_methods(_linen_interceptor(_LinenFinder(linen.Module))))
+            intercept = None if linen is None else jax_names.find("linen_calls")
+            if linen is not None and intercept is not None:
+                stack.enter_context(intercept(_linen_interceptor(_LinenFinder(linen.Module))))
             yield
 
     def _leave(self) -> None:
@@ -528,9 +510,10 @@ class _ModulePatches:
         ):
             package = sys.modules.get(library)
             base = getattr(package, "Module", None)
-            if base is not None:
+            if base is not None and (library != "flax.nnx" or jax_names.has("nnx_modules")):
                 self._change_classes(base, finder(base), library.partition(".")[0], own)
-        self._change_functions()
+        if jax_names.has("function_parts", "derivative_parts"):
+            self._change_functions()
 
     def _change_classes(self, base: type, find: _Finder, library: str, own: tuple[str, ...]) -> None:
         for kind in _subclasses(base):
@@ -584,7 +567,7 @@ def _observing_function(function: Any, kind: str) -> Callable[..., Any]:
 
 def _note_function(kind: str, result: Any, caller: FrameType) -> None:
     trace = _thread.trace
-    if trace is None or caller.f_globals.get("__name__") in _PARTS:
+    if trace is None or is_part_of_function(caller):
         return
     try:
         trace.function(kind, result)

@@ -12,6 +12,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from watchstep.errors import ConfigError
+from watchstep.jax.internals import jax_names
 from watchstep.jax.replay.value_health import is_reference
 
 
@@ -113,7 +114,7 @@ def suffix(path: Sequence[Any]) -> str:
 def own_array(leaf: Any) -> Any:
     """Return an array for a leaf; a copy of a reference, because an evaluation changes it."""
     if is_reference(leaf):
-        return jax.new_ref(leaf[...])
+        return jax_names.require("new_ref")(leaf[...])
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 

@@ -15,9 +15,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax import numpy as jnp
-from jax.extend import core as jax_core
-from jax.extend import source_info_util
 
+from watchstep.jax.internals import jax_names
 from watchstep.jax.replay.argument_trees import ArgumentTree, own_array, parameter_names, suffix
 from watchstep.jax.replay.first_bad import FirstBad, JaxOperation, LoopIteration, ValueFigures
 from watchstep.jax.replay.primitive_kinds import IDENTITIES, POSITIONAL
@@ -104,6 +103,8 @@ def evaluate_step(
     function: Callable[..., Any], *arguments: Any, static_argnums: int | Sequence[int] = (), **keywords: Any
 ) -> StepEvaluation:
     """Evaluate a step operation by operation, and return its results too. See `find_first_bad`."""
+    for name in ("programs", "source_info"):
+        jax_names.require(name)
     tree = ArgumentTree.of(arguments, keywords, static_argnums)
     parameters = parameter_names(function, arguments, keywords)
     tree.check_present(parameters)
@@ -242,10 +243,10 @@ class _Interpreter:
         """The variables that each equation is the last one to read."""
         if id(jaxpr) not in self._last_uses:
             dying: list[list[Any]] = [[] for _ in jaxpr.eqns]
-            used = {each for each in jaxpr.outvars if not isinstance(each, jax_core.Literal)}
+            used = {each for each in jaxpr.outvars if not _is_literal(each)}
             for place in range(len(jaxpr.eqns) - 1, -1, -1):
                 for each in jaxpr.eqns[place].invars:
-                    if not isinstance(each, jax_core.Literal) and each not in used:
+                    if not _is_literal(each) and each not in used:
                         used.add(each)
                         dying[place].append(each)
             self._last_uses[id(jaxpr)] = (jaxpr, dying)
@@ -493,10 +494,14 @@ def _bind(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     return list(result) if equation.primitive.multiple_results else [result]
 
 
+def _is_literal(variable: Any) -> bool:
+    return isinstance(variable, jax_names.find("programs").Literal)
+
+
 @contextmanager
 def _place_of(equation: Any) -> Iterator[None]:
     """Settings of the program at an equation, and its line for errors."""
-    with source_info_util.user_context(equation.source_info.traceback), equation.ctx.manager:
+    with jax_names.find("source_info").user_context(equation.source_info.traceback), equation.ctx.manager:
         yield
 
 
@@ -543,7 +548,7 @@ def _figures(value: Any, name: str = "", shard: int | None = None) -> ValueFigur
 
 
 def _read(values: dict[Any, Value], each: Any) -> Value:
-    if not isinstance(each, jax_core.Literal):
+    if not _is_literal(each):
         return values[each]
     return Value(each.val, WRITTEN if has_nonfinite(each.val) else None, is_literal=True)
 

@@ -6,6 +6,7 @@ backward pass that the program defines by ``custom_vjp``. `exact_lines` gives th
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 
+from watchstep.jax.internals import jax_names
 from watchstep.trace.operations import CallSite, Phase
 
 _MAX_FRAMES = 16
@@ -35,14 +37,11 @@ def exact_lines() -> Iterator[None]:
 
     JAX has no public way to it. Where its internals are others than expected, such operations have the line of the call.
     """
-    try:
-        from jax._src import source_info_util as internal
-
-        current, context = internal.current, internal._source_info_context  # noqa: SLF001 - as above
-        traceback_type = internal.xla_client.Traceback
-    except (ImportError, AttributeError):
+    if not jax_names.has("source_lines", "source_context", "tracebacks"):
         yield
         return
+    current, context = jax_names.find("source_lines"), jax_names.find("source_context")
+    traceback_type, internal = jax_names.find("tracebacks"), sys.modules[current.__module__]
 
     def exact() -> Any:
         info = current()
@@ -52,11 +51,11 @@ def exact_lines() -> Iterator[None]:
         return info.replace(traceback=traceback) if _is_of_program(traceback) else info
 
     with _tracing:
-        internal.current = exact
+        internal.current = exact  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            internal.current = current
+            internal.current = current  # type: ignore[attr-defined]
 
 
 def _is_of_program(traceback: Any) -> bool:

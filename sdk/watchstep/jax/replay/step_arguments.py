@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from watchstep.errors import ConfigError, FormatError
 from watchstep.format.bundle import DOCUMENT, MAX_DOCUMENT, VALUES, Bundle, BundleDocument, LostValue
 from watchstep.format.snapshot import DTYPES, NARROW_FLOATS, Described, header
+from watchstep.jax.internals import jax_names
 from watchstep.jax.replay.argument_trees import ArgumentTree
 from watchstep.jax.replay.value_health import contents, is_reference
 
@@ -203,7 +204,7 @@ def _restored(bundle: Bundle, name: str, tensor: str, template: Any) -> Any:
     if isinstance(template, (bool, int, float, complex)):
         return type(template)(array.item())
     if is_reference(template):
-        return jax.new_ref(jnp.asarray(array))
+        return jax_names.require("new_ref")(jnp.asarray(array))
     if _is_key(template):
         return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(template))
     if isinstance(template, jax.Array):

@@ -13,15 +13,14 @@ import numpy as np
 from jax import numpy as jnp
 from numpy.typing import NDArray
 
+from watchstep.jax.internals import jax_names
 from watchstep.trace.operations import TensorHealth
-
-_REFERENCE: Any = getattr(getattr(jax, "ref", None), "Ref", ())
-"""The class of mutable references; of a JAX without them nothing is one."""
 
 
 def is_reference(value: Any) -> bool:
     """Return whether a value is a mutable reference to an array (``jax.Ref``)."""
-    return isinstance(value, _REFERENCE)
+    kind = jax_names.find("ref")
+    return kind is not None and isinstance(value, kind)
 
 
 def contents(value: Any) -> Any:

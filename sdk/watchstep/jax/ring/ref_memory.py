@@ -1,4 +1,4 @@
-"""The memory of `jax.Ref` that programs close over: who may use it, and its repair. JAX has no public access to it."""
+"""The memory of `jax.Ref` that programs close over: who may use it, and its repair."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ import jax.numpy as jnp
 from numpy.typing import NDArray
 
 from watchstep.errors import ConfigError
-
-
-def is_available() -> bool:
-    """Return whether this version of JAX has `jax.new_ref`."""
-    return hasattr(jax, "new_ref")
-
+from watchstep.jax.internals import jax_names
 
 _UNCOMMITTED = "_watchstep_uncommitted"
 
@@ -25,10 +20,15 @@ def _respect_uncommitted_marks() -> None:
     JAX states that every Ref is committed. A program with such a Ref returns committed arrays, and compiles a second time when they are
     its arguments; a program over several devices raises. Refs without the mark are as before.
     """
-    kind: Any = jax.Ref
-    if not hasattr(kind, _UNCOMMITTED) and isinstance(kind.__dict__.get("committed"), property):
-        setattr(kind, _UNCOMMITTED, False)
-        kind.committed = kind._committed = property(_is_committed)  # noqa: SLF001
+    kind = jax_names.find("ref")
+    if hasattr(kind, _UNCOMMITTED):
+        return
+    if not isinstance(jax_names.find("ref_is_committed"), property):
+        jax_names.lacks("ref_is_committed")
+        raise ConfigError(f"jax {jax.__version__} has other Refs", "use another version of jax")
+    setattr(kind, _UNCOMMITTED, False)
+    for key in ("ref_is_committed", "ref_is_committed_inside"):
+        setattr(kind, jax_names.attribute(key), property(_is_committed))
 
 
 def _is_committed(ref: Any) -> bool:
@@ -43,9 +43,9 @@ def new_ref(array: NDArray[Any], sharding: Any) -> Any:
         sharding: Where it is, for programs over these devices only; None for programs on any device.
     """
     if sharding is not None:
-        return jax.new_ref(_placed(array, sharding))
+        return jax_names.find("new_ref")(_placed(array, sharding))
     _respect_uncommitted_marks()
-    ref = jax.new_ref(jnp.asarray(array))
+    ref = jax_names.find("new_ref")(jnp.asarray(array))
     setattr(ref, _UNCOMMITTED, True)
     return ref
 
@@ -55,7 +55,7 @@ def new_memory(array: NDArray[Any], sharding: Any) -> Any:
     if sharding is not None:
         return _placed(array, sharding)
     if array.dtype.itemsize > 4 and not jax.config.jax_enable_x64:
-        with jax.experimental.enable_x64():
+        with jax_names.find("wide_numbers")(True):
             return jnp.array(array)
     return jnp.array(array)
 
@@ -67,7 +67,7 @@ def _placed(array: NDArray[Any], sharding: Any) -> Any:
 
 def buffer_of(ref: Any) -> Any:
     """Return the array that is the memory of a Ref; None if this JAX has another way."""
-    buffer = getattr(getattr(ref, "_refs", None), "_buf", None)
+    buffer = jax_names.of(ref, "ref_memory")
     return buffer if isinstance(buffer, jax.Array) else None
 
 
@@ -79,7 +79,7 @@ def set_buffer(ref: Any, array: Any) -> None:
     """
     if (array.shape, array.dtype) != (ref.shape, ref.dtype):
         raise ConfigError(f"memory of {array.shape} {array.dtype} for a Ref of {ref.shape} {ref.dtype}", "")
-    ref._refs._buf = array  # noqa: SLF001 - JAX does the same after each dispatch
+    jax_names.put(ref, "ref_memory", array)  # JAX does the same after each dispatch
 
 
 def copy_of(ref: Any) -> Any:
@@ -123,6 +123,5 @@ def has_failed(buffer: Any) -> bool:
 
 
 def context_mesh() -> Any:
-    """Return the mesh of the context, which is part of the type of a Ref; None if this JAX has none."""
-    get = getattr(jax.sharding, "get_abstract_mesh", None)
-    return None if get is None else get()
+    """Return the mesh of the context, which is part of the type of a Ref."""
+    return jax_names.find("context_mesh")()

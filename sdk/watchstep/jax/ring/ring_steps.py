@@ -8,7 +8,6 @@ of it compiles nothing.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,39 +201,6 @@ def write(storage: RingStorage, update: TracedStep, emitted: Any, skipped: Any) 
         write_update()
     else:
         lax.cond(counts, write_update, lambda: None)
-
-
-_OBSTACLES = {
-    "jax._src.interpreters.batching": "vmap",
-    "jax._src.pmap": "pmap",
-    "jax._src.shard_map": "shard_map",
-    "jax._src.export._export": "export",
-    "jax._src.interpreters.ad": "a differentiated function",
-    "jax._src.ad_checkpoint": "a differentiated function",
-}
-"""Modules of JAX that trace programs in which a closed-over Ref may raise."""
-
-
-_LOOPS = "jax._src.lax.control_flow.loops"
-_SCANS = frozenset({"scan", "scan3", "scan_nocarry"})
-
-
-def surroundings() -> tuple[str | None, int]:
-    """Return the transformation that traces the current code and admits no closed-over Ref, and the number of iterations of the scans around it.
-
-    They are found among the callers: JAX has no public way, and a ``jit`` inside of a ``vmap`` is traced without its batch dimension.
-    """
-    frame = sys._getframe()  # noqa: SLF001 - its public form reads source files
-    length = 1
-    while frame is not None:
-        name = frame.f_globals.get("__name__")
-        if name in _OBSTACLES:
-            return _OBSTACLES[name], length
-        if name == _LOOPS and frame.f_code.co_name in _SCANS:
-            own = frame.f_locals.get("length")
-            length *= own if isinstance(own, int) and own > 0 else 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return None, length
 
 
 def _replicated(array: Any) -> Any:

@@ -20,13 +20,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from watchstep.errors import ConfigError
+from watchstep.jax.internals import has_rings, surroundings
 from watchstep.jax.ring import ring_steps
 from watchstep.jax.ring.ref_memory import (
     buffer_of,
     context_mesh,
     copy_of,
     has_failed,
-    is_available,
     local_copies_of,
     new_memory,
     new_ref,
@@ -34,7 +34,7 @@ from watchstep.jax.ring.ref_memory import (
     write_locally,
 )
 from watchstep.jax.ring.ring_snapshots import RingSnapshot, RingStep, SnapshotReader, StorageCopy
-from watchstep.jax.ring.ring_steps import TracedStep, surroundings
+from watchstep.jax.ring.ring_steps import TracedStep
 from watchstep.jax.ring.ring_storage import LedgerColumn, ReadCursor, RingStorage, fresh_ledger, shardings_on
 
 _MAX_SLOTS = 4096
@@ -74,15 +74,17 @@ class StepRing:
             note: Called at trace time with the reason where an update is not observed.
 
         Raises:
-            ConfigError: A number is out of range, or JAX has no `jax.new_ref`.
+            ConfigError: A number is out of range, or this JAX lacks what rings need.
         """
         if every < 0 or slots < 1 or row_slots < 1:
             raise ConfigError(
                 f"StepRing(every={every}, slots={slots}, row_slots={row_slots})",
                 "every is 0 or more, slots and row_slots are at least 1",
             )
-        if not is_available():
-            raise ConfigError(f"jax {jax.__version__} has no jax.new_ref", "use jax 0.8 or later")
+        if not has_rings():
+            raise ConfigError(
+                f"jax {jax.__version__} has no Refs as rings need them", "use another version of jax"
+            )
         self._every = every
         self._slots, self._max_slots, self._row_slots = slots, max(slots, max_slots), row_slots
         self._sharding = sharding

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+
+from watchstep.jax.internals import jax_names
 
 Shape = tuple[int, ...]
 
@@ -47,7 +49,8 @@ def _on_one_mesh(shardings: Sequence[NamedSharding | None]) -> tuple[NamedShardi
     if len(meshes) != 1:
         return None
     (mesh,) = meshes
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+    kinds = jax_names.find("axis_type")
+    if kinds is None or any(kind != kinds.Auto for kind in mesh.axis_types):
         return None
     if (
         all(sharding is None or sharding.is_fully_replicated for sharding in shardings)

@@ -41,14 +41,13 @@ from watchstep.format.bundle import (
 )
 from watchstep.format.layout import BundleKey
 from watchstep.format.snapshot import Described, header
+from watchstep.pytorch import internals
 from watchstep.pytorch.bundles import random_states
 from watchstep.pytorch.bundles.program import precision_data, program_data
 from watchstep.pytorch.bundles.step_inputs import MicroBatch, StepInputs, TensorVersions
 from watchstep.pytorch.bundles.values import ValueEncoder
 from watchstep.pytorch.parameters import amp
 from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES, swap_bytes
-
-_STATE_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 
 _log = logging.getLogger("watchstep")
 _MAX_SAMPLE_IDS = 10_000
@@ -375,8 +374,8 @@ class _BundleContent:
         names itself are asked for theirs.
         """
         method = type(owner).state_dict
-        hooks = [getattr(owner, name, None) for name in _STATE_HOOKS]
-        if not str(getattr(method, "__module__", "")).startswith("torch.") or any(hooks):
+        is_of_torch = str(getattr(method, "__module__", "")).startswith("torch.")
+        if not is_of_torch or internals.has_state_hooks(owner):
             self._lose(
                 path,
                 f"{type(owner).__name__} has a state_dict of its own: name it by hook.include_in_bundles",

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # base of layers with running statistics; not public
 
 from watchstep.capture.config import Bundles
+from watchstep.pytorch import internals
 from watchstep.pytorch.bundles.random_states import RandomStateCopies, RandomStates, TorchStates
 
 try:
@@ -133,7 +133,7 @@ def _own_attributes(value: Any) -> dict[str, Any] | None:
 
 def version_of(tensor: Tensor) -> int:
     """Return the number of changes in place; 0 for inference tensors, for which PyTorch does not count them."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - has no public name
+    return 0 if tensor.is_inference() else internals.version(tensor)
 
 
 class TensorVersions:
@@ -245,7 +245,7 @@ class _RepeatedCopy:
         targets: their copies.
     """
 
-    owners: list[tuple[dict[str, Tensor | None], str]]
+    owners: list[tuple[Mapping[str, Tensor | None], str]]
     buffers: list[Tensor]
     targets: list[Tensor]
 
@@ -257,7 +257,7 @@ class _RepeatedCopy:
         for (owner, leaf), buffer, shape in zip(self.owners, self.buffers, self._shapes, strict=True):
             if owner.get(leaf) is not buffer or buffer.shape != shape:
                 return False
-        torch._foreach_copy_(self.targets, self.buffers)
+        internals.copy_each(self.targets, self.buffers)
         return True
 
 
@@ -272,9 +272,9 @@ class BufferCopies:
         places = [
             (f"{path}.{leaf}" if path else leaf, module, leaf)
             for path, module in model.named_modules()
-            for leaf in module._buffers  # noqa: SLF001 - has no public name
+            for leaf in internals.buffers_of(module)
         ]
-        self._places = sorted(places, key=lambda place: not isinstance(place[1], _NormBase))
+        self._places = sorted(places, key=lambda place: not isinstance(place[1], internals.norm_base.value))
         self._limit = limit
         self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._repeat: _RepeatedCopy | None = None
@@ -292,7 +292,7 @@ class BufferCopies:
         is_repeatable = True
         size = 0
         for name, module, leaf in self._places:
-            buffer = module._buffers.get(leaf)  # noqa: SLF001 - as above
+            buffer = internals.buffers_of(module).get(leaf)
             if buffer is None or buffer.is_meta:
                 self._copies.pop(name, None)
                 continue
@@ -309,7 +309,9 @@ class BufferCopies:
             copy = self._copies.get(name)
             version = version_of(buffer)
             is_small = buffer.numel() <= _SMALL_BUFFER and buffer.is_floating_point()
-            is_counted = not (is_small or buffer.is_inference() or isinstance(module, _NormBase))
+            is_counted = not (
+                is_small or buffer.is_inference() or isinstance(module, internals.norm_base.value)
+            )
             is_repeatable &= not is_counted and not buffer.requires_grad
             if copy is not None and copy[0] is buffer and copy[1] == version and is_counted:
                 continue
@@ -320,9 +322,9 @@ class BufferCopies:
             else:
                 self._copies[name] = (buffer, version, buffer.detach().clone())
         if targets:
-            torch._foreach_copy_(targets, sources)
-        if targets and is_repeatable and len(targets) == len(self._places):
-            owners = [(module._buffers, leaf) for _, module, leaf in self._places]  # noqa: SLF001 - as above
+            internals.copy_each(targets, sources)
+        if targets and is_repeatable and len(targets) == len(self._places) and internals.stores_buffers():
+            owners = [(internals.buffers_of(module), leaf) for _, module, leaf in self._places]
             self._repeat = _RepeatedCopy(owners, [copy[0] for copy in self._copies.values()], targets)
 
     def forget(self) -> None:
@@ -365,7 +367,7 @@ class StepInputs:
         if step != self.step:
             self.step = step
             self.micro_batches = []
-            self._parameter_versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001 - has no public name
+            self._parameter_versions = [internals.version(parameter) for parameter in self._parameters]
             self.buffers.update()
         elif len(self.micro_batches) >= _MAX_MICRO_BATCHES:
             return

@@ -29,8 +29,8 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
-from torch.utils.data import dataloader as torch_dataloader
-from torch.utils.weak import WeakIdKeyDictionary
+
+from watchstep.pytorch import internals
 
 _LOOKS_AHEAD = ("accelerate.data_loader", "__iter__")
 """Module and name of the generators of Accelerate that fetch a batch before they yield the previous one."""
@@ -46,9 +46,6 @@ _MAX_COPIED = 2**20
 
 _MAX_NESTED = 16
 """Subsets of subsets that are resolved."""
-
-_Iterator = torch_dataloader._BaseDataLoaderIter  # noqa: SLF001 - has no public name
-_WorkersIterator = torch_dataloader._MultiProcessingDataLoaderIter  # noqa: SLF001 - as above
 
 
 class BatchListener(Protocol):
@@ -118,7 +115,7 @@ class _Iteration:
 
 _listeners: list[weakref.ref[BatchListener]] = []
 # Of this kind, because comparing data loaders may run methods of the program.
-_epochs: MutableMapping[DataLoader[Any], int] = WeakIdKeyDictionary()
+_epochs: MutableMapping[DataLoader[Any], int] = internals.weak_id_dictionary.value()
 _originals: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _at_fork: list[bool] = []
 
@@ -129,10 +126,13 @@ def listen(listener: BatchListener) -> None:
         os.register_at_fork(after_in_child=_stop)
         _at_fork.append(True)
     _listeners.append(weakref.ref(listener, _gone))
-    _replace(_Iterator, "__init__", _observing_init)
-    _replace(_Iterator, "_next_index", _observing_next_index)
-    _replace(_WorkersIterator, "_process_data", _observing_process_data)
-    _replace(_Iterator, "__next__", _observing_next)
+    iterator, workers = internals.loader_iterator.value, internals.workers_iterator.value
+    _replace(iterator, "__init__", _observing_init)
+    if not internals.loader_next_index.is_missing:
+        _replace(iterator, internals.loader_next_index.name, _observing_next_index)
+    if not internals.loader_process_data.is_missing:
+        _replace(workers, internals.loader_process_data.name, _observing_process_data)
+    _replace(iterator, "__next__", _observing_next)
 
 
 def forget(listener: BatchListener) -> None:
@@ -178,10 +178,14 @@ def _restore_unused() -> None:
             del _originals[owner, name]
 
 
-def _replace(owner: type, name: str, observing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace(
+    owner: type | None, name: str, observing: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    if owner is None or (owner, name) in _originals:
+        return  # a version of PyTorch without this class; or replaced already, perhaps below a program's replacement
     original = owner.__dict__.get(name)
-    if original is None or (owner, name) in _originals:
-        return  # a version of PyTorch without this method; or replaced already, perhaps below a program's replacement
+    if original is None:
+        return
     own = observing(original)
     _originals[owner, name] = (original, own)
     setattr(owner, name, own)
@@ -264,9 +268,13 @@ def _note_request(iterator: Any, index: Any) -> None:
     """Note the ids of a batch that is requested: of a worker, or for the batch that is yielded next."""
     state = _state_of(iterator)
     index = _copied(index)
-    request = getattr(iterator, "_send_idx", None)
+    workers = internals.workers_iterator.value
+    if workers is None or not isinstance(iterator, workers):
+        # Without the class it is not known whether workers load the batch.
+        state.yielding = index if workers is not None else None
+        return
+    request = internals.loader_send_idx.of(iterator)
     if request is None:
-        state.yielding = index
         return
     requests = state.requests
     if not request or len(requests) >= _MAX_REQUESTS:
@@ -278,7 +286,11 @@ def _note_arrival(iterator: Any, args: tuple[Any, ...]) -> None:
     """Determine the request of an arrived batch: PyTorch has removed it from its table of outstanding requests."""
     state = _state_of(iterator)
     state.worker = args[1] if len(args) > 1 else 0  # PyTorch passes the worker from 2.7 on
-    requests, outstanding, expected = state.requests, iterator._task_info, iterator._rcvd_idx  # noqa: SLF001 - as above
+    requests = state.requests
+    outstanding, expected = internals.loader_task_info.of(iterator), internals.loader_rcvd_idx.of(iterator)
+    if outstanding is None or expected is None:
+        state.yielding = None
+        return
     for request in (expected - 1, expected):  # it is counted before this call, or by it in earlier versions
         if request in requests and request not in outstanding:
             state.yielding = requests.pop(request)
@@ -289,7 +301,10 @@ def _note_arrival(iterator: Any, args: tuple[Any, ...]) -> None:
 
 def _yielded(iterator: Any, batch: Any, caller: FrameType) -> None:
     state = _state_of(iterator)
-    number = iterator._num_yielded - 1  # noqa: SLF001 - has no public name
+    yielded = internals.loader_num_yielded.of(iterator)
+    if yielded is None:
+        return
+    number = yielded - 1
     if number == 0 or state.epoch < 0:
         state.begin_epoch(iterator)
     ids = _ids_of(iterator, state)
@@ -321,29 +336,26 @@ def _notify(
 
 
 def _ids_of(iterator: Any, state: _Iteration) -> Sequence[Any] | None:
-    dataset = iterator._dataset  # noqa: SLF001 - as above
+    dataset = internals.loader_dataset.of(iterator)
     if isinstance(dataset, IterableDataset):
         return ({"loader_worker": state.worker, "epoch": state.epoch, "batch": state.next_of_worker()},)
     index, state.yielding = state.yielding, None
-    if index is None:
+    collates = internals.loader_auto_collation.of(iterator)
+    if index is None or dataset is None or collates is None or internals.undispatched.is_missing:
         return None
-    if not iterator._auto_collation and not isinstance(index, list):  # noqa: SLF001 - as above
+    if not collates and not isinstance(index, list):
         index = (index,)  # one sample; a sampler of batches gives lists
     elif isinstance(index, tuple):
         index = tuple(tuple.__iter__(index))
     elif type(index) is torch.Tensor:
-        with _unobserved():
+        with internals.undispatched.value():
             index = index.tolist()
     elif type(index) not in _PLAIN:
         return None  # the program may read it only once
     if not _has_plain_subsets(dataset):
         return None
-    with _unobserved():
+    with internals.undispatched.value():
         return underlying_ids(dataset, index)
-
-
-_unobserved: Any = torch._C._DisableTorchDispatch  # noqa: SLF001 - has no public name
-"""Dispatch modes of the program do not observe the operations within it."""
 
 
 _PLAIN = frozenset({list, tuple, range})
@@ -353,7 +365,9 @@ _PLAIN = frozenset({list, tuple, range})
 def _copied(index: Any) -> Any:
     """Return a copy of the ids that a sampler gave, which may give the same list again with others. None if there are too many."""
     if type(index) is torch.Tensor:
-        with _unobserved():
+        if internals.undispatched.is_missing:
+            return None
+        with internals.undispatched.value():
             return index.detach().clone() if index.numel() <= _MAX_COPIED else None
     if isinstance(index, list):
         return list(list.__iter__(index)) if list.__len__(index) <= _MAX_COPIED else None
@@ -388,7 +402,7 @@ def _epoch_of(iterator: Any, loader: DataLoader[Any] | None) -> int:
     count = 0
     if loader is not None:
         count = _epochs[loader] = _epochs.get(loader, -1) + 1
-    sampler = iterator._index_sampler  # noqa: SLF001 - as above
+    sampler = internals.loader_sampler.of(iterator)
     for _ in range(_MAX_NESTED):
         epoch = _stored(sampler, "epoch")
         if type(epoch) is int:

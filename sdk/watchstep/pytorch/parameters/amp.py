@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.steps.metric_names import SCALE, SKIPPED
 from watchstep.capture.steps.record import Condition
@@ -28,6 +27,7 @@ from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.statistics import scalars
 from watchstep.kernels.measurement import Completed, Kernel, Measurement, Merged, Rescaled
+from watchstep.pytorch import internals
 from watchstep.pytorch.kernel import device_tensors
 from watchstep.pytorch.losses import record_tensor
 from watchstep.pytorch.parameters import optimizer_steps
@@ -89,7 +89,7 @@ PLAIN = Scaling()
 _listeners: list[weakref.ref[ScalerListener]] = []
 _installed: list[bool] = []
 _stepping: list[Any] = []
-_without_hooks: MutableMapping[Any, bool] = WeakIdKeyDictionary()
+_without_hooks: MutableMapping[Any, bool] = internals.weak_id_dictionary.value()
 
 
 def listen(listener: ScalerListener) -> None:
@@ -108,7 +108,7 @@ def forget(listener: ScalerListener) -> None:
 
 def scaling_of(optimizer: Optimizer) -> Scaling:
     """Return the scaling of an optimizer whose step has begun. Values are read only from host memory."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not internals.takes_scale(optimizer):
         return PLAIN
     scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     scale = scale if isinstance(scale, Tensor) else None
@@ -127,10 +127,10 @@ def gradients_are_scaled(optimizer: Optimizer) -> bool:
     """
     if not _stepping:
         return False
-    is_fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    is_fused = internals.takes_scale(optimizer)
     if is_fused and hasattr(optimizer, "found_inf"):  # it is the one that steps
         return isinstance(getattr(optimizer, "grad_scale", None), Tensor)
-    state = getattr(_stepping[-1], "_per_optimizer_states", {}).get(id(optimizer), {})
+    state = internals.scaler_state(_stepping[-1], optimizer)
     stage = getattr(state.get("stage"), "name", "READY")
     return stage == "READY" or (stage == "STEPPED" and is_fused)
 
@@ -138,7 +138,7 @@ def gradients_are_scaled(optimizer: Optimizer) -> bool:
 def _reporting(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def call(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        scale = getattr(self, "_scale", None)
+        scale = internals.scale_of(self)
         if torch.compiler.is_compiling() or not _listeners or not self.is_enabled() or scale is None:
             return step(self, optimizer, *args, **kwargs)
         if not isinstance(optimizer, Optimizer):
@@ -169,7 +169,7 @@ def _overflowed(scaler: Any, optimizer: Any) -> bool:
     """
     if optimizer in _without_hooks:
         return False
-    state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+    state = internals.scaler_state(scaler, optimizer)
     overflowed = any(bool(flag.item()) for flag in state.get("found_inf_per_device", {}).values())
     if not overflowed:
         _without_hooks[optimizer] = True
@@ -178,7 +178,7 @@ def _overflowed(scaler: Any, optimizer: Any) -> bool:
 
 def _has_powers_of_two(scaler: Any) -> bool:
     """Return whether the scaler's initial scale and factors are powers of two, and so every scale that it computes."""
-    numbers = (getattr(scaler, name, 2.0) for name in ("_init_scale", "_growth_factor", "_backoff_factor"))
+    numbers = (internals.first_scale(scaler), scaler.get_growth_factor(), scaler.get_backoff_factor())
     return all(map(is_power_of_two, numbers))
 
 

@@ -20,12 +20,10 @@ from watchstep.capture.steps.record import Condition
 from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.kernels.measurement import Measurement
+from watchstep.pytorch import internals
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.observable import observable
 from watchstep.pytorch.parameters.parameters import MeasuredGradients, Parameters
-
-_INNER = "func"
-"""Name of the inner function in `torch.nn.utils.clip_grad`, in PyTorch 2.13 and long before."""
 
 
 class ClipListener(Protocol):
@@ -42,7 +40,6 @@ class ClipListener(Protocol):
 
 _listeners: list[weakref.ref[ClipListener]] = []
 _installed: list[bool] = []
-_not_observed: list[str] = []
 
 
 def listen(listener: ClipListener) -> None:
@@ -58,33 +55,10 @@ def forget(listener: ClipListener) -> None:
     _listeners[:] = [reference for reference in _listeners if reference() not in {None, listener}]
 
 
-def not_observed() -> list[str]:
-    """Return the clipping functions that cannot be observed, because this version of PyTorch implements them differently."""
-    return list(_not_observed)
-
-
 def _install() -> None:
-    clip_with_norm = getattr(
-        clip_grad, "_clip_grads_with_norm_", None
-    )  # since 2.6, where clip_grad_norm_ calls it
     wrappers = {"clip_grad_value_": _before, "clip_grad_norm_": _around_norm}
-    if clip_with_norm is not None:
-        wrappers = {"clip_grad_value_": _before, clip_with_norm.__name__: _before_with_norm}
-    for name, wrap in wrappers.items():
-        if not _wrap_inner(getattr(clip_grad, name, None), wrap):
-            _not_observed.append(name.lstrip("_"))
-
-
-def _wrap_inner(function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Wrap the inner function of a closure. Returns False if there is none."""
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    if _INNER not in names:
-        return False
-    cell = function.__closure__[names.index(_INNER)]
-    if not callable(cell.cell_contents):
-        return False
-    cell.cell_contents = wrap(cell.cell_contents)
-    return True
+    for name, cell in internals.clipping_functions(clip_grad).items():
+        cell.cell_contents = wrappers.get(name, _before_with_norm)(cell.cell_contents)
 
 
 def _is_inactive() -> bool:

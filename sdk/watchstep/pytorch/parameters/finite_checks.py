@@ -19,9 +19,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import (
-    _NormBase,
-)  # base of layers with running statistics; not public
 from torch.optim import Optimizer
 
 from watchstep.capture.steps.record import Group
@@ -30,6 +27,7 @@ from watchstep.format import tensors
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel
+from watchstep.pytorch import internals
 from watchstep.pytorch.gate import GradientGate, any_is_nonfinite, any_is_nonfinite_on_host
 from watchstep.pytorch.names import NamedParameter, Names, dtype_name, placement_of
 from watchstep.pytorch.observable import own_tensor
@@ -113,7 +111,7 @@ class _Version:
 
 
 def _changes(values: Tensor) -> int:
-    return 0 if values.is_inference() else values._version  # noqa: SLF001 - has no public name
+    return 0 if values.is_inference() else internals.version(values)
 
 
 @dataclass(frozen=True)
@@ -306,9 +304,9 @@ class FiniteChecks:
                     info = _state_info(named.weight, str(key), dtype_name(values.dtype))
                     yield _Checked((id(named.parameter), str(key)), info, named.placement.weight, values)
 
-    def _normalization_buffers(self) -> Iterator[tuple[_NormBase, str, TensorInfo, Placement]]:
+    def _normalization_buffers(self) -> Iterator[tuple[nn.Module, str, TensorInfo, Placement]]:
         for order, (path, module) in enumerate(self._names.model.named_modules()):
-            if isinstance(module, _NormBase):
+            if isinstance(module, internals.norm_base.value):
                 for leaf in ("running_mean", "running_var"):
                     values = own_tensor(module, leaf)
                     if (

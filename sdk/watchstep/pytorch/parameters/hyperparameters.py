@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from watchstep.capture.steps.record import Group, scalar_info
 from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
+from watchstep.pytorch import internals
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.optimizer_map import OptimizerMap
 
@@ -142,7 +143,7 @@ class Hyperparameters:
             for series in previous.series:
                 value = series.value(group)
                 if isinstance(value, Tensor):
-                    version = (id(value), value._version)  # noqa: SLF001 - has no public name
+                    version = (id(value), internals.version(value))
                     if version == series.version and not is_repeat:
                         continue
                     if value.device.type != "cpu":
@@ -179,7 +180,7 @@ class Hyperparameters:
         for series, value in changed:
             if value.numel() == 1 and not value.is_meta:
                 by_device.setdefault(value.device, []).append((series, value))
-            series.version = (id(value), value._version)  # noqa: SLF001 - as above
+            series.version = (id(value), internals.version(value))
         for members in by_device.values():
             group = Group.of(tuple(scalar_info(series.name) for series, _ in members))
             self._recorder.add(group, TorchKernel().measure([value.detach() for _, value in members]))

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from watchstep.capture.steps.own_work import own_work
+from watchstep.pytorch import internals
 from watchstep.pytorch.observable import observable
 from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.parameters import step_bodies
@@ -147,8 +148,8 @@ def begun() -> int:
     return _step_count[0]
 
 
-def _is_nested(optimizer: Optimizer, wrapper: FrameType) -> bool:
-    """Return whether a step runs inside another step of the same optimizer.
+def _is_nested(optimizer: Optimizer, wrapper: FrameType) -> bool | None:
+    """Return whether a step runs inside another step of the same optimizer; None if unknown.
 
     Args:
         optimizer: The optimizer.
@@ -156,8 +157,10 @@ def _is_nested(optimizer: Optimizer, wrapper: FrameType) -> bool:
     """
     frame = wrapper.f_back
     while frame is not None:
-        if frame.f_code is wrapper.f_code and frame.f_locals.get("self") is optimizer:
-            return True
+        if frame.f_code is wrapper.f_code:
+            steps = internals.steps(frame, optimizer)
+            if steps is not False:
+                return steps
         frame = frame.f_back
     return False
 
@@ -220,9 +223,11 @@ def _begin(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wrapper: FrameType
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     step = _steps_in_progress.get(optimizer)
-    if step is not None and _is_nested(optimizer, wrapper):
-        step.nested += 1
-        return None
+    if step is not None:
+        is_nested = _is_nested(optimizer, wrapper)
+        if is_nested or (is_nested is None and not step.pass_since):
+            step.nested += 1
+            return None
     is_retry = step is not None and not step.pass_since
     has_closure = _has_closure(_without_self(optimizer, args), kwargs)
     step = _steps_in_progress[optimizer] = _Step(has_closure)
@@ -291,7 +296,7 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wr
     step = _steps_in_progress.get(optimizer)
     if step is None:
         return
-    if step.nested and _is_nested(optimizer, wrapper):
+    if step.nested and _is_nested(optimizer, wrapper) is not False:
         step.nested -= 1
         return
     _steps_in_progress.pop(optimizer)

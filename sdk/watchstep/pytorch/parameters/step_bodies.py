@@ -8,19 +8,18 @@ the body runs at all. References to the wrapper, as learning rate schedulers hav
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Callable, Iterator
-from types import CellType, FrameType, FunctionType
+from collections.abc import Callable
+from types import CellType, FrameType
 from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
+from watchstep.pytorch import internals
+
 Body: TypeAlias = Callable[..., Any]
 Run: TypeAlias = Callable[[Body, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a body with its arguments, the optimizer included, or does not."""
-
-_BODY = "func"  # the name in PyTorch's wrapper
 
 
 class GatedBody:
@@ -53,20 +52,14 @@ def gate(optimizer: Optimizer, wrapper: FrameType, run: Run) -> bool:
         wrapper: Frame of PyTorch's wrapper of ``step``, before it calls the body.
         run: Called instead of the body.
     """
-    body = wrapper.f_locals.get(_BODY)
-    if isinstance(body, GatedBody):
-        return True
-    if _BODY not in wrapper.f_code.co_freevars or not callable(body):
+    cell = internals.step_body_cell(optimizer, wrapper)
+    if cell is None:
         return False
-    place = wrapper.f_code.co_freevars.index(_BODY)
-    for function in _functions(optimizer, wrapper):
-        cell = (function.__closure__ or ())[place]
-        if function.__code__ is wrapper.f_code and cell.cell_contents is body:
-            gated = GatedBody(body, run)
-            _gates.append((cell, gated))
-            cell.cell_contents = gated
-            return True
-    return False
+    if not isinstance(cell.cell_contents, GatedBody):
+        gated = GatedBody(cell.cell_contents, run)
+        _gates.append((cell, gated))
+        cell.cell_contents = gated
+    return True
 
 
 def remove_gates() -> None:
@@ -75,16 +68,3 @@ def remove_gates() -> None:
         cell, gated = _gates.pop()
         if cell.cell_contents is gated:
             cell.cell_contents = gated.body
-
-
-def _functions(optimizer: Optimizer, wrapper: FrameType) -> Iterator[FunctionType]:
-    """Yield functions that may run in a frame: those of the optimizer's classes, and then all with its code, which takes some 100 ms."""
-    for kind in type(optimizer).__mro__:
-        step = kind.__dict__.get("step")
-        while step is not None:
-            if isinstance(step, FunctionType) and step.__code__ is wrapper.f_code:
-                yield step
-            step = getattr(step, "__wrapped__", None)
-    yield from (
-        function for function in gc.get_referrers(wrapper.f_code) if isinstance(function, FunctionType)
-    )

@@ -33,6 +33,7 @@ from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.statistics import Floats
 from watchstep.kernels.measurement import Kernel
+from watchstep.pytorch import internals
 from watchstep.pytorch.losses import record_tensor
 from watchstep.pytorch.names import NamedParameter
 from watchstep.pytorch.optimizer_map import OptimizerMap
@@ -294,7 +295,9 @@ class StaleGradients:
         self._recorder = session.recorder
         self._prefix = f"{prefix}." if prefix else ""
         self._enabled = (
-            "stale_gradients" in session.config.probes and tensors.METRICS in session.config.collections
+            "stale_gradients" in session.config.probes
+            and tensors.METRICS in session.config.collections
+            and internals.counts_changes()
         )
         self._checks: OptimizerMap[_Check] = OptimizerMap()
 
@@ -304,7 +307,9 @@ class StaleGradients:
             if check.version is None or check.is_uncleared is False:
                 continue
             gradient = check.gradient()
-            if gradient is None or (check.is_uncleared is None and gradient._version != check.version):  # noqa: SLF001 - has no public name
+            if gradient is None or (
+                check.is_uncleared is None and internals.version(gradient) != check.version
+            ):
                 check.is_uncleared = False
                 continue
             nonzero = _any_nonzero(gradient)
@@ -336,11 +341,13 @@ class StaleGradients:
             check.parameter, gradient = _last_with_gradient(parameters)
         is_paused = check.cleared > _CHECKED_STEPS and check.cleared % _CHECK_INTERVAL != 0
         check.cleared += is_paused
-        check.version = None if gradient is None or is_paused else gradient._version  # noqa: SLF001 - as above
+        check.version = None if gradient is None or is_paused else internals.version(gradient)
         check.is_uncleared = None
 
     def _report(self, check: _Check, gradient: Tensor | None) -> None:
-        added = gradient is not None and check.version is not None and gradient._version > check.version  # noqa: SLF001 - as above
+        added = (
+            gradient is not None and check.version is not None and internals.version(gradient) > check.version
+        )
         stale = check.is_uncleared if added else False
         if isinstance(stale, Tensor):
             record_tensor(self._recorder, check.name, stale.float(), "train")

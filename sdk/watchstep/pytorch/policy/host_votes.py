@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from watchstep.pytorch import internals
+
 VOTE_TIMEOUT = timedelta(minutes=5)
 """Timeout of a vote for the other ranks, shorter than the ten minutes of NCCL's own collectives."""
 
@@ -57,7 +59,7 @@ class HostVotes:
         if self._group is None or self._world is None or self._world() is not world:
             self._world = weakref.ref(world)
             self._groups += 1
-            store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - has no public name
+            store = internals.default_store(distributed.distributed_c10d)
             prefix = distributed.distributed_c10d.PrefixStore(
                 f"watchstep/votes/{self._name}/{self._groups}", store
             )

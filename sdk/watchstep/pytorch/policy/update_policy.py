@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks  # has no public name
-from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.steps.metric_names import WITHHELD
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.recorder import Recorder
-from watchstep.pytorch import device_kernel
+from watchstep.pytorch import device_kernel, internals
 from watchstep.pytorch.gate import any_is_nonfinite
 from watchstep.pytorch.parameters import amp, optimizer_steps
 from watchstep.pytorch.policy.host_votes import HostVotes
@@ -74,7 +72,7 @@ class UpdatePolicy:
         self._closed = False
         self._process = os.getpid()
         self._watched = WatchedOptimizers()
-        self._decisions: MutableMapping[Optimizer, _Decision] = WeakIdKeyDictionary()
+        self._decisions: MutableMapping[Optimizer, _Decision] = internals.weak_id_dictionary.value()
         self._statistics: list[RunningStatistics] = []
 
     def watch(self, model: nn.Module, optimizer: Optimizer | None = None) -> RunningStatistics:
@@ -201,7 +199,7 @@ class UpdatePolicy:
         scaling = amp.scaling_of(optimizer)
         if scaling.skips or (scaling.is_skipped is not None and scaling.is_skipped.is_met()):
             return False
-        if decision.is_nonfinite is not None and not _has_hooks(optimizer):
+        if decision.is_nonfinite is not None and not internals.has_step_hooks(optimizer):
             return decision.is_nonfinite
         return any_is_nonfinite(
             [
@@ -257,17 +255,11 @@ def _is_of_pytorch(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
-def _has_hooks(optimizer: Optimizer) -> bool:
-    """Return whether the program has hooks before the steps of an optimizer. They may change gradients after the gate's check."""
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-    return bool(own) or len(_global_optimizer_pre_hooks) > 1  # there is that of `optimizer_steps`
-
-
 def _versions_of(optimizer: Optimizer) -> list[tuple[int, int]]:
     """Return the numbers of changes in place of the parameters, and the addresses of their values, which a program may replace."""
     return [
         (
-            0 if parameter.is_inference() else parameter._version,  # noqa: SLF001 - has no public name
+            0 if parameter.is_inference() else internals.version(parameter),
             parameter.data_ptr() if type(parameter) is nn.Parameter else 0,
         )
         for group in optimizer.param_groups

@@ -7,7 +7,8 @@ from collections.abc import Callable, MutableMapping
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
+
+from watchstep.pytorch import internals
 
 
 class WatchedOptimizers:
@@ -15,7 +16,7 @@ class WatchedOptimizers:
 
     def __init__(self) -> None:
         self._models: list[weakref.ref[nn.Module]] = []
-        self._updating: MutableMapping[Optimizer, bool] = WeakIdKeyDictionary()
+        self._updating: MutableMapping[Optimizer, bool] = internals.weak_id_dictionary.value()
 
     def add(self, model: nn.Module, gone: Callable[[], None]) -> None:
         """Add a model. ``gone`` is called when no model exists any more."""

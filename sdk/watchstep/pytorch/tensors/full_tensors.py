@@ -19,6 +19,7 @@ from watchstep.capture.config import TensorLimits
 from watchstep.capture.tensors.collections import SELECTABLE, Copy, DueTensor, TensorCapture
 from watchstep.format.snapshot import TensorPart
 from watchstep.format.tensors import Mode, TensorInfo
+from watchstep.pytorch import internals
 from watchstep.pytorch.kernel import has_all_memory
 from watchstep.pytorch.names import is_sharding
 from watchstep.pytorch.observable import dense_values
@@ -168,9 +169,9 @@ def shard_of(tensor: Tensor) -> tuple[Tensor | None, TensorPart | None]:
     local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     if not any(map(is_sharding, placements)):
         return local, None
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, start = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    start = internals.offset_of_shard(tensor.shape, mesh, placements)
+    if start is None:
+        return None, None
     # An empty shard may start behind the end.
     within = tuple(min(index, size) for index, size in zip(start, tensor.shape, strict=True))
     return local, TensorPart(tuple(tensor.shape), within, is_shard=True)

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
 from watchstep.capture.steps.own_work import own_work
 from watchstep.format.control import StopRequest
 from watchstep.hook_arguments import AUDIT
+from watchstep.pytorch import internals
 from watchstep.pytorch.parameters import optimizer_steps
 from watchstep.seeds import recorded_seeds
 from watchstep.stopping import StopTraining
@@ -82,7 +82,7 @@ class _Observer:
 
     def _begin(self, step: int) -> None:
         self._open.enter_context(self._tracer.step(step))
-        self._mode = _get_current_dispatch_mode()
+        self._mode = internals.current_dispatch_mode.value()
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if os.getpid() != self._process or self._is_written:
@@ -111,7 +111,7 @@ class _Observer:
         self._steps += 1
         if self._steps >= self._limit:
             return
-        if threading.get_ident() != self._thread or _get_current_dispatch_mode() is not self._mode:
+        if threading.get_ident() != self._thread or internals.current_dispatch_mode.value() is not self._mode:
             self._notes[
                 "the program runs in a dispatch mode or thread of its own: its steps are one in the trace"
             ] = None
@@ -127,7 +127,10 @@ class _Observer:
         if not self._steps:  # a launcher, or another process that trains nothing
             return
         try:
-            if threading.get_ident() == self._thread and _get_current_dispatch_mode() is self._mode:
+            if (
+                threading.get_ident() == self._thread
+                and internals.current_dispatch_mode.value() is self._mode
+            ):
                 self._open.close()
             write_trace(self._tracer.trace(), trace_path(self._folder, self._rank))
             self._record().write(self._folder, self._rank)
