@@ -111,7 +111,19 @@ def run(row: Row, folder: Path, *, keeps: bool) -> Result:
         install = ("pip", "install", "--quiet", "--python", str(python))
         _uv(*install, *row.options, *row.requirements, *TOOLS)
         _uv(*install, "--no-build-isolation", "--editable", f"{ROOT}[rules]")
-        command = [str(python), "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--tb=short"]
+        command = [
+            str(python),
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "2",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            "--tb=short",
+        ]
         log = folder / f"{row.name}.log"
         with log.open("w") as output:
             done = subprocess.run(
