@@ -161,10 +161,24 @@ def run(row: Row, folder: Path, *, keeps: bool) -> Result:
         install = ("pip", "install", "--quiet", "--python", str(python))
         _uv(*install, *row.options, *row.requirements, *TOOLS)
         _uv(*install, "--no-build-isolation", "--editable", f"{ROOT}[rules]")
-        command = [str(python), "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--tb=short"]
+        command = [
+            str(python),
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "2",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            "--tb=short",
+        ]
         log = folder / f"{row.name}.log"
         with log.open("w") as output:
-            done = subprocess.run([*command, *row.tests], cwd=ROOT, stdout=output, stderr=output, check=False)
+            done = subprocess.run(
+                [*command, *row.tests], cwd=ROOT, env=_variables(), stdout=output, stderr=output, check=False
+            )
         lines = log.read_text().splitlines() or [""]
         return Result(row, _versions(environment, row), lines[-1].strip("= "), done.returncode == 0)
     except subprocess.CalledProcessError as error:
@@ -175,9 +189,13 @@ def run(row: Row, folder: Path, *, keeps: bool) -> Result:
 
 
 def _uv(*arguments: str) -> None:
-    # An installation for a row must not change the project's own environment.
-    variables = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
-    subprocess.run(["uv", *arguments], cwd=ROOT, env=variables, check=True)
+    subprocess.run(["uv", *arguments], cwd=ROOT, env=_variables(), check=True)
+
+
+def _variables() -> dict[str, str]:
+    """The environment without what names the project's own, and with compiled modules kept: compiling PyTorch takes longer than many tests."""
+    left_out = {"VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"}
+    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def _versions(environment: Path, row: Row) -> str:

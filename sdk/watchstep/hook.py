@@ -302,7 +302,7 @@ class Hook:
         self._run_store.follow(self._service)
         self._mirror = self._make_mirror(mirrored)
         if rules_here is not None:
-            rules_here.attach(self)
+            self._set_up("guard", lambda: rules_here.attach(self))
         control = ControlReader(self._control_changed, self._health, self.config.bounds.control_seconds)
         self._stop_exchange = StopExchange(self._recorder.stops, control, self._run_store.open, self._health)
         self._checkpoints = CheckpointNotes(self._open_store, self._health)
@@ -560,7 +560,11 @@ class Hook:
         """Trace the chosen steps. The first one may begin now."""
         if self._trace is None:
             return
+        from watchstep.pytorch import internals
         from watchstep.trace.online import OnlineTracing
+
+        if internals.lacks_for_traces():
+            return  # health has a line for the name that is missing
 
         writer = self._session.snapshot_writer
         tracing = OnlineTracing(self._trace, model, self._identity.worker, self._health, writer)
@@ -696,14 +700,14 @@ class Hook:
                 f"a guard that stops one of {ranks} ranks would leave the others waiting for it",
                 "set Guard(…, agree=True): the ranks agree before each update, at the cost of one reduced number",
             )
-        self._guarding = self._recorder.guarding = Guarding(guard, self._health, agrees=ranks > 1)
-        if self._mirror is not None and hasattr(guard, "report_alerts"):
-            guard.report_alerts(self._mirror.alert)
-        if ranks > 1:
+        if ranks > 1:  # first, because a guard without a barrier would stop one rank alone
             from watchstep.pytorch.policy.stop_barrier import StopBarrier
 
             watched = [watch.model for watch in self._watches]
             self._stop_barrier = StopBarrier(self._recorder, self._health, self._votes_of("guard"), watched)
+        self._guarding = self._recorder.guarding = Guarding(guard, self._health, agrees=ranks > 1)
+        if self._mirror is not None and hasattr(guard, "report_alerts"):
+            guard.report_alerts(self._mirror.alert)
 
     @contained
     def samples(self, ids: Any, /) -> None:

@@ -203,7 +203,7 @@ _version = Name(
 )
 undispatched = Name(
     "torch._C._DisableTorchDispatch",
-    "divisors of losses and indices in tensors are not read, so losses are recorded as divided and samples lack",
+    "losses that the program divides are recorded as divided, and samples of data loaders are not recorded",
 )
 """Context in which dispatch modes of the program observe no operation; None if PyTorch lacks it."""
 _wrapper_subclass = Name(
@@ -221,10 +221,8 @@ _shard_offset = Attribute(
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
     "full values of shards are not recorded",
 )
-_SHARD_MODULES = (
-    "torch.distributed.tensor._utils",
-    "torch.distributed._tensor._utils",
-)  # the latter up to 2.4
+_SHARD_MODULES = ("torch.distributed.tensor._utils", "torch.distributed._tensor._utils")
+"""The second is its place up to 2.4."""
 
 
 def counts_changes() -> bool:
@@ -441,6 +439,11 @@ _initial_scale = Attribute(
 )
 
 
+def step_body(wrapper: FrameType) -> Any:
+    """Return the body of a step that has begun, by the frame of PyTorch's wrapper of ``step``; None if unknown."""
+    return None if _step_body.is_missing else wrapper.f_locals.get(_step_body.name)
+
+
 def step_body_cell(optimizer: Optimizer, wrapper: FrameType) -> CellType | None:
     """Return the cell of the body of a step that has begun; None if there is none.
 
@@ -448,9 +451,9 @@ def step_body_cell(optimizer: Optimizer, wrapper: FrameType) -> CellType | None:
         optimizer: The optimizer.
         wrapper: Frame of PyTorch's wrapper of ``step``, before it calls the body.
     """
-    names = wrapper.f_code.co_freevars
-    body = wrapper.f_locals.get(_step_body.name)
-    if _step_body.is_missing or _step_body.name not in names or not callable(body):
+    names, body = wrapper.f_code.co_freevars, step_body(wrapper)
+    if _step_body.name not in names or not callable(body):
+        _step_body.of(None)
         return None
     place = names.index(_step_body.name)
     for function in _functions(optimizer, wrapper):

@@ -164,8 +164,6 @@ class OnlineTracing:
             self._first = step
 
     def _obstacle(self) -> str:
-        if lacking := internals.lacks_for_traces():
-            return f"this version of PyTorch has no {lacking[0]}"
         if threading.get_ident() != self._thread:
             return "steps that begin in another thread than Hook.watch was called in are not traced"
         if internals.current_node.value() is not None:

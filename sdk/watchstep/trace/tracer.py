@@ -146,7 +146,15 @@ class Tracer:
                 module with parameters that is called from outside of a module is the model; names in another such module begin with its class. Hooks on
                 optimizers remain until the process ends, so that a step can end within one.
             keeps_hooks: Whether hooks on optimizers remain also with a model, so that steps can begin and end within one.
+
+        Raises:
+            ConfigError: This version of PyTorch lacks a private name that tracing needs.
         """
+        if lacking := internals.lacks_for_traces():
+            raise ConfigError(
+                f"operations cannot be traced: PyTorch {torch.__version__} has no {lacking[0]}",
+                "use a version of PyTorch that the page on frameworks lists",
+            )
         self.config = config or TraceConfig()
         self._model = model
         self._found = _FoundModules() if finds_modules else None

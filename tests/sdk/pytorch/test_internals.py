@@ -140,7 +140,7 @@ def private_names(source: str) -> list[str]:
         for node in nodes
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
-    names = []
+    names: list[str] = []
     for node in nodes:
         match node:
             case ast.Attribute(attr=("__func__" | "__code__" | "__closure__" | "__globals__") as name):

@@ -325,6 +325,7 @@ def test_steps_that_end_in_inference_mode(tmp_path: Path) -> None:
     assert counts(hook)["left_out_traces"] == 3
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="PyTorch before 2.6 restores nothing")
 def test_compiled_steps_of_an_optimizer(tmp_path: Path) -> None:
     """PyTorch restores its dispatcher's state after a compiled function, so no mode may begin or end within it."""
 
@@ -365,6 +366,7 @@ def test_divided_losses_of_traced_steps_are_recorded(tmp_path: Path) -> None:
     assert watchstep.open_run(hook.run_url).losses()["step"].to_pylist() == [0, 1, 2, 3]
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="PyTorch before 2.6 has no stances")
 def test_a_close_in_another_thread(tmp_path: Path) -> None:
     hook = watchstep.Hook(tmp_path, trace="0:99")
     model = nn.Linear(2, 2)

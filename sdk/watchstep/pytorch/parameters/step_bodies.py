@@ -52,13 +52,14 @@ def gate(optimizer: Optimizer, wrapper: FrameType, run: Run) -> bool:
         wrapper: Frame of PyTorch's wrapper of ``step``, before it calls the body.
         run: Called instead of the body.
     """
+    if isinstance(internals.step_body(wrapper), GatedBody):
+        return True
     cell = internals.step_body_cell(optimizer, wrapper)
     if cell is None:
         return False
-    if not isinstance(cell.cell_contents, GatedBody):
-        gated = GatedBody(cell.cell_contents, run)
-        _gates.append((cell, gated))
-        cell.cell_contents = gated
+    gated = GatedBody(cell.cell_contents, run)
+    _gates.append((cell, gated))
+    cell.cell_contents = gated
     return True
 
 
