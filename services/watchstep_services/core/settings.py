@@ -336,6 +336,7 @@ _log = logging.getLogger(__name__)
 OF_OTHERS = frozenset(
     f"{PREFIX}{name}"
     for name in (
+        "ALLOW_HTTP",
         "ATTEMPT",
         "AUDIT",
         "AUDIT_SEED",
