@@ -1,4 +1,4 @@
-"""The whole way with the embedded service: record, judge, stop, read back; on a folder and on S3."""
+"""The whole way with the embedded service: record, judge, stop, read back; on a folder. Providers' servers are in tests/stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, Literal
 import httpx
 import pytest
 
-from tests.conftest import S3
 from tests.end_to_end.programs import DEAF, FASTER_RANKS, FAULTY, HEALTHY, SEVERAL_RANKS
 from watchstep import open_run
 from watchstep.reading.run_documents import find_runs
@@ -59,17 +58,10 @@ def grace_seconds() -> float:
     return 60.0
 
 
-@pytest.fixture(params=["folder", "s3"])
-def service(
-    request: pytest.FixtureRequest, tmp_path: Path, grace_seconds: float
-) -> Iterator[EmbeddedService]:
-    store = str(tmp_path / "runs")
-    if request.param == "s3":
-        s3: S3 = request.getfixturevalue("s3")
-        s3.make_bucket("runs")
-        store = "s3://runs/team"
+@pytest.fixture
+def service(tmp_path: Path, grace_seconds: float) -> Iterator[EmbeddedService]:
     settings = Settings(
-        store=store,
+        store=str(tmp_path / "runs"),
         home=tmp_path / "home",
         sweep_seconds=0.2,
         listing_seconds=0.2,
@@ -116,7 +108,6 @@ def test_a_faulty_run_is_stopped_where_it_can_stop_itself(launch: Launch, tmp_pa
     assert (stop["kind"], stop["state"]) == ("stop", "done")
 
 
-@pytest.mark.parametrize("service", ["folder"], indirect=True)
 @pytest.mark.parametrize("grace_seconds", [0.5])
 def test_a_run_that_did_not_opt_in_and_ignores_sigterm_is_killed(launch: Launch) -> None:
     launched = launch(DEAF, "ignore")
@@ -126,7 +117,6 @@ def test_a_run_that_did_not_opt_in_and_ignores_sigterm_is_killed(launch: Launch)
     assert len(stop["tries"]) > 1
 
 
-@pytest.mark.parametrize("service", ["folder"], indirect=True)
 def test_a_run_that_sigterm_ends_is_told_as_stopped(launch: Launch) -> None:
     launched = launch(FAULTY, "ignore")
     launched.wait_for("stopped")
@@ -143,7 +133,6 @@ def test_a_healthy_run_is_left_alone(launch: Launch) -> None:
     assert open_run(launched.url).steps() == list(range(300))
 
 
-@pytest.mark.parametrize("service", ["folder", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
 def test_ranks_that_hand_over_to_one_are_judged_and_stopped_together(launch: Launch) -> None:
     launched = launch(SEVERAL_RANKS)
     launched.wait_for("stopped")
@@ -158,7 +147,6 @@ def test_ranks_that_hand_over_to_one_are_judged_and_stopped_together(launch: Lau
     assert "node" in {end.writer.partition("-")[0] for end in (first, second)}
 
 
-@pytest.mark.parametrize("service", ["folder"], indirect=True)
 def test_ranks_in_collectives_that_become_faster_stop_after_the_same_step(launch: Launch) -> None:
     launched = launch(FASTER_RANKS)
     launched.wait_for("stopped")

@@ -11,6 +11,7 @@ from tests.stores.servers import Seaweed, StoreServer
 from watchstep.errors import ConfigError, MissingStoreError, NotFoundError, StoreError
 from watchstep.store.store import Store
 
+KEY_OF_EMULATOR = '{"gcs_base_url": "{endpoint}", "disable_oauth": true, "client_email": "", "private_key": "", "private_key_id": ""}'
 Acts = dict[str, Callable[[], object]]
 
 
@@ -106,6 +107,38 @@ def test_a_server_that_is_away_is_no_denial(url: str, server: StoreServer) -> No
         assert not isinstance(refused.value, MissingStoreError)
     store.put("b", b"2")
     assert [store.get(key) for key in "ab"] == [b"1", b"2"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "variables"),
+    [
+        ("az", {"AZURE_STORAGE_USE_EMULATOR": "true", "AZURITE_BLOB_STORAGE_URL": "{endpoint}"}),
+        ("gs", {"STORAGE_EMULATOR_HOST": "{address}"}),
+        ("gs", {"GOOGLE_SERVICE_ACCOUNT_KEY": KEY_OF_EMULATOR}),
+    ],
+    ids=["use_emulator", "address", "service_account"],
+)
+def test_other_variables_lead_to_a_local_server(
+    scheme: str,
+    variables: dict[str, str],
+    lead_to: Callable[[str], StoreServer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = lead_to(scheme)
+    for name in server.variables():
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        address = server.endpoint.removeprefix("http://")
+        monkeypatch.setenv(name, value.replace("{endpoint}", server.endpoint).replace("{address}", address))
+    store = Store.open(server.url(f"by-{'-'.join(variables)}"))
+    store.put("a", b"1")
+    assert store.get("a") == b"1"
+
+
+def test_plain_http_to_another_machine_can_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_BASE_URL", "http://10.0.0.1:1")
+    monkeypatch.setenv("WATCHSTEP_ALLOW_HTTP", "1")
+    assert not Store.open("gs://b/x").is_local
 
 
 @pytest.mark.parametrize(

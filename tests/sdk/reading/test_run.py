@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import S3
-from tests.sdk.training import Training
-from watchstep import Bounds, Cadence, CaptureConfig, Collection, Hook, Run, open_run
+from watchstep import Bounds, CaptureConfig, Hook, Run, open_run
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, StoreError
 from watchstep.format.layout import SCHEMA_VERSION
 from watchstep.store.store import Store
@@ -25,22 +24,6 @@ def record(url: str | Path, steps: int, *, first: int = 0, run: str = "r") -> Ho
         hook.step()
     hook.close()
     return hook
-
-
-def test_the_three_lines_of_the_readme_on_s3(s3: S3) -> None:
-    s3.make_bucket("runs")
-    collections = {**CaptureConfig().collections, "weights": Collection(tensors=Cadence(every=2))}
-    hook = Hook("s3://runs/some/prefix", run="r", config=CaptureConfig(collections=collections))
-    training = Training()
-    hook.watch(training.model, training.optimizer)
-    losses = training.run(4)
-    hook.close()
-    assert hook.health["faults"] == {}
-    run = open_run("s3://runs/some/prefix/default/r")
-    assert run.losses()["value"].to_pylist() == losses
-    table = run.tensor("0.weight:gradient").statistics()
-    assert table.to_pandas()["rms"].gt(0).all()
-    assert run.tensor("0.weight").value(2).shape == (16, 8)
 
 
 def test_filters(tmp_path: Path) -> None:

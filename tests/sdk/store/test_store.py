@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -212,15 +214,51 @@ def test_opening_needs_no_region_credentials_or_answer(
     assert not Store.open("s3://runs/x").is_local
 
 
-def test_missing_credentials_are_reported(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("url", "host", "hint"),
+    [
+        ("s3://runs/x", "169.254.169.254", "set AWS_ACCESS_KEY_ID"),
+        ("gs://runs/x", "metadata.google.internal", "set GOOGLE_APPLICATION_CREDENTIALS"),
+        ("az://runs/x", "169.254.169.254", "set AZURE_STORAGE_ACCOUNT_KEY"),
+    ],
+)
+def test_missing_credentials_are_reported(
+    monkeypatch: pytest.MonkeyPatch, url: str, host: str, hint: str
+) -> None:
     def ask(*_: object, **__: object) -> None:
-        raise OSError("Error performing PUT http://169.254.169.254/latest/api/token in 5s")
+        raise OSError(f"Error performing PUT http://{host}/latest/api/token in 5s")
 
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setattr("obstore.put", ask)
-    with pytest.raises(
-        StoreError, match=r"no credentials found, cannot write 'a'\n  hint: set AWS_ACCESS_KEY_ID"
-    ):
-        s3_store.put("a", b"")
+    with pytest.raises(StoreError, match=f"{url}: no credentials found, cannot write 'a'\n  hint: {hint}"):
+        Store.open(url).put("a", b"")
+
+
+def test_expired_credentials_are_reported(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Expired(BaseHTTPRequestHandler):
+        """AWS's answer: 400, which moto and other servers do not give."""
+
+        def do_PUT(self) -> None:
+            body = (
+                b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+            )
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(400)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Expired) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
+        with pytest.raises(
+            StoreError, match=r"the credentials have expired, cannot write 'a' \(ExpiredToken\)"
+        ):
+            Store.open("s3://runs/x").put("a", b"1")
+        server.shutdown()
 
 
 def test_an_error_without_words_is_named_by_its_type(
