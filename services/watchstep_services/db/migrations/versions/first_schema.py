@@ -81,7 +81,6 @@ sa.Table(
     "projects",
     TABLES,
     sa.Column("name", sa.String(128), primary_key=True),
-    sa.Column("listed_ns", sa.BigInteger, nullable=False),
     sa.Column("description", sa.Text, nullable=False, server_default=""),
     sa.Column("created_ns", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("archived_ns", sa.BigInteger),
@@ -138,6 +137,7 @@ sa.Table(
     sa.Column("version", sa.BigInteger, nullable=False),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("updated_ns", sa.BigInteger, nullable=False),
+    sa.Column("is_own", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.UniqueConstraint("name"),
 )
 
@@ -196,10 +196,21 @@ sa.Table(
 sa.Table(
     "project_stores",
     TABLES,
-    sa.Column("project", sa.String(128), sa.ForeignKey("projects.name"), primary_key=True),
+    sa.Column("id", _ID, primary_key=True),
+    sa.Column("project", sa.String(128), sa.ForeignKey("projects.name"), nullable=False),
     sa.Column("store_id", _ID, sa.ForeignKey("stores.id"), nullable=False),
     sa.Column("prefix", sa.Text, nullable=False),
+    sa.Column("is_current", sa.Boolean, nullable=False),
+    sa.Column("listed_ns", sa.BigInteger, nullable=False),
+    sa.UniqueConstraint("project", "store_id", "prefix"),
     sa.Index("ix_project_stores_store_id", "store_id"),
+    sa.Index(
+        "project_stores_current",
+        "project",
+        unique=True,
+        sqlite_where=sa.text("is_current"),
+        postgresql_where=sa.text("is_current"),
+    ),
 )
 
 sa.Table(
@@ -222,45 +233,6 @@ sa.Table(
     sa.Column("keep_runs_s", sa.BigInteger),
     sa.Column("changed_by", sa.String(128), nullable=False),
     sa.Column("changed_ns", sa.BigInteger, nullable=False),
-)
-
-sa.Table(
-    "runs",
-    TABLES,
-    sa.Column("id", _ID, primary_key=True),
-    sa.Column("project", sa.String(128), sa.ForeignKey("projects.name"), nullable=False),
-    sa.Column("run", sa.String(128), nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("attempt", sa.String(128), nullable=False),
-    sa.Column("state_attempt", sa.String(128), nullable=False, server_default=""),
-    sa.Column("epoch", sa.BigInteger, nullable=False),
-    sa.Column("lease_until_ns", sa.BigInteger, nullable=False),
-    sa.Column("cursor", sa.Text, nullable=False),
-    sa.Column("journal", sa.BigInteger, nullable=False),
-    sa.Column("ticks", sa.BigInteger, nullable=False),
-    sa.Column("last_step", sa.BigInteger, nullable=False),
-    sa.Column("control", sa.JSON, nullable=False),
-    sa.Column("health", sa.JSON, nullable=False),
-    sa.Column("created_ns", sa.BigInteger, nullable=False),
-    sa.Column("ended_ns", sa.BigInteger),
-    sa.Column("last_seen_ns", sa.BigInteger, nullable=False),
-    sa.Column("listed_ns", sa.BigInteger, nullable=False),
-    sa.Column("due_ns", sa.BigInteger),
-    sa.Column("hints", sa.BigInteger, nullable=False),
-    sa.Column("requested_ns", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("poll_ns", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("poll_interval_ns", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("cached_by", sa.String(255), nullable=False, server_default=""),
-    sa.Column("urgent_ns", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("registered_by", sa.String(16), nullable=False, server_default=""),
-    sa.Column("unfinished_claims", sa.BigInteger, nullable=False, server_default="0"),
-    sa.Column("reading", sa.Text, nullable=False, server_default=""),
-    sa.Column("waits_for_turn", sa.Boolean, nullable=False, server_default=sa.false()),
-    sa.UniqueConstraint("project", "run"),
-    sa.Index("ix_runs_due_ns", "due_ns"),
-    sa.Index("ix_runs_poll_ns", "poll_ns"),
-    sa.Index("ix_runs_state", "state"),
-    sqlite_autoincrement=True,
 )
 
 sa.Table(
@@ -295,6 +267,57 @@ sa.Table(
     sa.Column("revoked_reason", sa.Text, nullable=False),
     sa.Column("revoked_ns", sa.BigInteger),
     sa.Index("stop_grants_by_digest", "project", "digest"),
+)
+
+sa.Table(
+    "backtest_results",
+    TABLES,
+    sa.Column("backtest_id", _ID, sa.ForeignKey("backtests.id"), primary_key=True),
+    sa.Column("place", sa.BigInteger, primary_key=True),
+    sa.Column("result", sa.JSON, nullable=False),
+)
+
+sa.Table(
+    "runs",
+    TABLES,
+    sa.Column("id", _ID, primary_key=True),
+    sa.Column("project", sa.String(128), sa.ForeignKey("projects.name"), nullable=False),
+    sa.Column("run", sa.String(128), nullable=False),
+    sa.Column("project_store_id", _ID, sa.ForeignKey("project_stores.id"), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("attempt", sa.String(128), nullable=False),
+    sa.Column("state_attempt", sa.String(128), nullable=False, server_default=""),
+    sa.Column("epoch", sa.BigInteger, nullable=False),
+    sa.Column("lease_until_ns", sa.BigInteger, nullable=False),
+    sa.Column("cursor", sa.Text, nullable=False),
+    sa.Column("journal", sa.BigInteger, nullable=False),
+    sa.Column("ticks", sa.BigInteger, nullable=False),
+    sa.Column("last_step", sa.BigInteger, nullable=False),
+    sa.Column("control", sa.JSON, nullable=False),
+    sa.Column("health", sa.JSON, nullable=False),
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("ended_ns", sa.BigInteger),
+    sa.Column("last_seen_ns", sa.BigInteger, nullable=False),
+    sa.Column("listed_ns", sa.BigInteger, nullable=False),
+    sa.Column("due_ns", sa.BigInteger),
+    sa.Column("hints", sa.BigInteger, nullable=False),
+    sa.Column("requested_ns", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("poll_ns", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("poll_interval_ns", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("cached_by", sa.String(255), nullable=False, server_default=""),
+    sa.Column("urgent_ns", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("registered_by", sa.String(16), nullable=False, server_default=""),
+    sa.Column("unfinished_claims", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("reading", sa.Text, nullable=False, server_default=""),
+    sa.Column("waits_for_turn", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("registered_ns", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("evaluated_ns", sa.BigInteger, nullable=False, server_default="0"),
+    sa.UniqueConstraint("project", "run"),
+    sa.Index("ix_runs_due_ns", "due_ns"),
+    sa.Index("ix_runs_poll_ns", "poll_ns"),
+    sa.Index("ix_runs_project_store_id", "project_store_id"),
+    sa.Index("ix_runs_state", "state"),
+    sqlite_autoincrement=True,
 )
 
 sa.Table(
@@ -399,14 +422,6 @@ sa.Table(
     sa.Column("journal_parts", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("journal_due_ns", sa.BigInteger, nullable=False, server_default="0"),
     sa.UniqueConstraint("run_id", "attempt"),
-)
-
-sa.Table(
-    "backtest_results",
-    TABLES,
-    sa.Column("backtest_id", _ID, sa.ForeignKey("backtests.id"), primary_key=True),
-    sa.Column("place", sa.BigInteger, primary_key=True),
-    sa.Column("result", sa.JSON, nullable=False),
 )
 
 sa.Table(
