@@ -12,8 +12,7 @@ import pytest
 from tests.services.jobs import eventually
 from watchstep.capture.upload.uploader import spill_folders, sync
 from watchstep.reading.run import open_run
-from watchstep.store.local import StoreIdentity
-from watchstep.store.store import Store
+from watchstep.store.local import new_store
 from watchstep_launch.backend import JobHandle, Launch
 from watchstep_launch.backends.local.backend import Local
 from watchstep_launch.estimator import Estimator
@@ -94,22 +93,23 @@ def test_a_job_launched_while_the_folder_of_its_service_is_away_is_stopped_once_
 ) -> None:
     (tmp_path / "train.py").write_text(WAITING)
     store, away, back = tmp_path / "disk" / "store", tmp_path / "disk" / "away", tmp_path / "back"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # the launch knows nothing by itself
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with EmbeddedService(load_settings(home=tmp_path / "home", store=str(store))) as service:
         store.rename(away)
         if place == "replaced":
-            Store.open(store, create=True, identity=StoreIdentity("")).put("other/r/run.json", b"{}")
+            new_store(store)
         elif place == "empty":
             store.mkdir()
         before = sorted(store.rglob("*"))
         run = [sys.executable, "-m", "watchstep.command", "run", "--run", "r", "--"]
-        program = [sys.executable, tmp_path / "train.py", back]
+        program = [sys.executable, str(tmp_path / "train.py"), str(back)]
         variables = {
             "WATCHSTEP_STORE": str(store),
             "WATCHSTEP_RUN": "r",
             "WATCHSTEP_SERVICE": service.url,
             "WATCHSTEP_TOKEN": service.operator_token,
             "WATCHSTEP_ON_STOP": "raise",
+            "XDG_CACHE_HOME": str(tmp_path / "other-cache"),  # only the service knows the store
         }
         job = subprocess.Popen(
             [*run, *program] if launch == "watchstep run" else program,
