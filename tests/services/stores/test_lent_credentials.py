@@ -140,7 +140,7 @@ def test_a_location_other_than_the_registered_one_is_reported(service: EmbeddedS
     with Hook("s3://plain/runs", project="lent", run="r", config=QUICK) as hook:
         hook.log(loss=1.0)
         hook.step()
-    assert "is s3://lent/runs" in hook.health["faults"]["credentials"]
+    assert "'s3://plain/runs': not registered for project 'lent'" in hook.health["faults"]["credentials"]
 
 
 def test_without_any_credentials_training_continues(
