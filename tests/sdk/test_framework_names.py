@@ -76,8 +76,9 @@ def _private_uses(source: str, own: frozenset[str]) -> Iterator[str]:
                 yield f"{node.lineno}: {node.value}"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _LOOKUPS:
             name = node.args[1] if len(node.args) > 1 else None
-            if isinstance(name, ast.Constant) and _is_private(str(name.value)) and name.value not in own:
-                yield f"{node.lineno}: {name.value}"
+            text = name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
+            if _is_private(text) and text not in own:
+                yield f"{node.lineno}: {text}"
 
 
 def test_the_scan_finds_private_names() -> None:

@@ -139,8 +139,8 @@ class CompiledStep:
             return self._plain(*arguments, **keywords)
         try:
             form = self._form_of(arguments, keywords)
-        except Exception as error:  # noqa: BLE001 - never into the program
-            report("jax", error)
+        except Exception as fault:  # noqa: BLE001 - never into the program
+            report("jax", fault)
             self.disable()
             return self._plain(*arguments, **keywords)
         if self._form is None or form.settings is not self._form.settings:

@@ -9,6 +9,6 @@ from watchstep.capture.framework_names import unrecorded
 try:
     from watchstep.lightgbm.callback import LightgbmRecording as Recording
 except Exception as error:  # noqa: BLE001 - the training goes on without a recording
-    Recording = unrecorded("LightGBM", error)
+    Recording = unrecorded("LightGBM", error)  # type: ignore[misc]
 
 __all__ = ["Recording"]

@@ -7,6 +7,6 @@ from watchstep.capture.framework_names import unrecorded
 try:
     from watchstep.tensorflow.recording import TapeRecording as Recording
 except Exception as error:  # noqa: BLE001 - the training goes on without a recording
-    Recording = unrecorded("TensorFlow", error)
+    Recording = unrecorded("TensorFlow", error)  # type: ignore[misc]
 
 __all__ = ["Recording"]

@@ -172,8 +172,8 @@ def _tracing(trace: Callable[..., Any]) -> Callable[..., Any]:
             concrete = trace(function, *arguments, **keywords)
         finally:
             _current.traced = None
-        captured = tensorflow_names.of(concrete, "captured", ())
-        if not any(id(capture) in _own for capture in captured):
+        captured = tensorflow_names.of(concrete, "captured")
+        if captured is not None and not any(id(capture) in _own for capture in captured):
             return concrete
         _current.is_clean = True
         try:

@@ -26,10 +26,11 @@ tensorflow_names = FrameworkNames(
         # Without these two, a program could not save a function that contains the recorder's operations.
         "trace": at(_GRAPHS, "tensorflow:*._get_concrete_function_garbage_collected"),
         "clone": at(_GRAPHS, "tensorflow:*._clone"),
-        "captured": at(_GRAPHS, "tensorflow:*.captured_inputs"),
+        # Without it, each function that is traced without a call is traced twice.
+        "captured": at("functions that need no second trace", "tensorflow:*.captured_inputs"),
         "outer_graph": at(_GRAPHS, "tensorflow.python.framework.func_graph:FuncGraph.outer_graph"),
         "is_compiled": at(
-            "rows of gradients of embeddings: whole tables are copied",
+            "gradients of embeddings without a copy of the whole table",
             "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext",
         ),
     },
