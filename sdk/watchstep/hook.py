@@ -250,7 +250,6 @@ class Hook:
         if AUDIT in os.environ:  # nothing of an audited program reaches the places that it names
             store_url = project = run = tensorboard = mirror = None
         self.store_url = _checked_url(store_url)
-        store_identity = StoreIdentity.of_launch(self.store_url)
         requested = hook_arguments.load_rule_file(rules) if rules is not None else RequestedRules()
         rules_here = None if guard is None else hook_arguments.make_guard(guard)
         self.config = needing(
@@ -292,7 +291,11 @@ class Hook:
         self._session = Session.begin(self.config, self._identity.worker, self._on_stop, first_step)
         self._health, self._recorder = self._session.health, self._session.recorder
         self._run_store = RunStore(
-            self.store_url, store_identity, (self.project, self.run), requested.configs, self._health
+            self.store_url,
+            StoreIdentity.of_launch(self.store_url),
+            (self.project, self.run),
+            requested.configs,
+            self._health,
         )
         if stop_note:
             self._health.note("on_stop", stop_note)

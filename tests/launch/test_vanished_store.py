@@ -101,7 +101,7 @@ def test_a_job_launched_while_the_folder_of_its_service_is_away_is_stopped_once_
         elif place == "empty":
             store.mkdir()
         before = sorted(store.rglob("*"))
-        run = [sys.executable, "-m", "watchstep.command", "run", "--run", "r", "--"]
+        run: list[str] = [sys.executable, "-m", "watchstep.command", "run", "--run", "r", "--"]
         program = [sys.executable, str(tmp_path / "train.py"), str(back)]
         variables = {
             "WATCHSTEP_STORE": str(store),

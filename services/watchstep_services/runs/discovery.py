@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from sqlalchemy import Row, delete, select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import BadNameError, FormatError, NotFoundError
@@ -142,7 +142,7 @@ def _known(service: Service, run_id: int) -> _Known:
 _OF_KEY = (Segment.attempt, Segment.node, Segment.writer, Segment.seq, Segment.first, Segment.last)
 
 
-def key_of(row: Segment | Row[Any]) -> SegmentKey:
+def key_of(row: Any) -> SegmentKey:
     """The key of a segment's row, or of a row with the columns of a key."""
     return SegmentKey(layout.WriterId(row.attempt, row.node, row.writer), row.seq, row.first, row.last)
 

@@ -25,8 +25,8 @@ from watchstep.format.documents import Checkpoint, last_good
 from watchstep.store.store import Store
 from watchstep_services.api.app import create_app
 from watchstep_services.db.models import Attempt, Project
-from watchstep_services.dispatch.stop import StopStage
 from watchstep_services.runs.discovery import discover
+from watchstep_services.runs.stops import StopStage
 from watchstep_services.scheduler.polling import claim_polls, poll_run
 
 NAMES: tuple[Any, ...] = (
