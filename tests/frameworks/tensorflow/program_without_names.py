@@ -67,7 +67,7 @@ def _taped() -> dict[str, Any]:
             variable.assign_sub(0.1 * tape.gradient(loss, [variable])[0])
             return loss
 
-        called = tf.function(step) if name == "graph" else step
+        called: Any = tf.function(step) if name == "graph" else step
         losses[name] = [float(called()).hex() for _ in range(2)]
         if name == "graph":
             called.get_concrete_function()
