@@ -113,8 +113,11 @@ class AttemptPace:
 
 
 def read_pace(service: Service, target: StopTarget) -> tuple[AttemptPace, int]:
-    """The pace of a target, and the database's clock."""
-    named = {"run_id": target.run.id, "attempt": target.attempt.attempt}
+    """The pace of a target, and the database's clock.
+
+    Only segments that were read count: anyone who may record in the project can announce any step, and a stop after it would never come.
+    """
+    named = {"run_id": target.run.id, "attempt": target.attempt.attempt, "state": "read"}
     columns = (Segment.node, Segment.writer, Segment.first, Segment.last, Segment.found_ns)
     with service.database.read() as session:
         now = read_clock(session)

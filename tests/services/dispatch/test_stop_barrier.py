@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.services.driving import Driven
+from tests.services.recording import Recording
 from watchstep.capture.stop import BarrierStop
-from watchstep.format.control import StopAnswer, StopRequest
+from watchstep.format.control import ControlDocument, StopAnswer, StopRequest
+from watchstep.store.store import Store
 from watchstep_services.dispatch.barrier import AttemptPace, SegmentArrival, following
+from watchstep_services.runs.stops import request_stop
 
 SECOND = 1_000_000_000
 
@@ -254,3 +258,24 @@ def test_without_a_pace_the_margin_is_in_steps() -> None:
     assert AttemptPace.of((), 5, 0).margin(0) == 10
     together = announced((0, 7, 1.0)) + announced((0, 7, 1.0), writer="n/w1")
     assert AttemptPace.of(together, -1, SECOND).margin(SECOND) == 16
+
+
+def test_steps_that_are_only_announced_do_not_postpone_a_stop(
+    driven_sqlite: Driven, folder_store: Store
+) -> None:
+    recording = Recording(folder_store).begin(world_size=2)
+    run_id = driven_sqlite.register()
+    driven_sqlite.announce(run_id, recording.write(0, 0, 7), recording.write(0, 0, 7, worker=1))
+    driven_sqlite.settle(run_id)
+    driven_sqlite.announce(
+        run_id, recording.key(900, 10**15, 10**15)
+    )  # by anyone who may record in the project
+    with driven_sqlite.service.database.write() as session:
+        stop = request_stop(
+            session, driven_sqlite.service.base_url, run_id, recording.attempt, ("", "enough")
+        )
+    assert stop is not None
+    driven_sqlite.dispatched(stop)
+    requested = ControlDocument.from_data(driven_sqlite.run(run_id).control).stop
+    assert requested is not None
+    assert 8 <= requested.step < 100, requested
