@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -107,11 +108,23 @@ def test_damaged_records_are_ignored(folder: Path) -> None:
     opened(folder).release()
     (record,) = (folder.parent.parent / "cache" / "watchstep" / "stores").iterdir()
     folder.rename(folder.parent / "away")
-    for content in (b"", b"{", b"[]", b'{"id": 1, "mount": ""}', b"\xff"):
+    for content in (b"", b"{", b"[]", b'{"id": 1, "mount": ""}', b"\xff", b"[" * 65536):
         record.write_bytes(content)
         assert opened(folder).id
         for path in (folder / MARKER, folder / "p" / "r" / "run.json"):
             path.unlink()
+
+
+def test_ranks_that_look_at_the_same_time_do_not_take_each_other_for_users(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(folder).release()
+    (record,) = (folder.parent.parent / "cache" / "watchstep" / "stores").iterdir()
+    folder.rename(folder.parent / "removed")
+    with record.open() as another:
+        fcntl.flock(another, fcntl.LOCK_EX)
+        monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(another, fcntl.LOCK_UN))
+        assert opened(folder).id == (folder / MARKER).read_text().strip()
 
 
 def test_a_service_names_the_store_after_another_was_opened(folder: Path) -> None:
