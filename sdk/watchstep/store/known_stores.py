@@ -16,11 +16,13 @@ writable cache, a process knows only the folder that it finds.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
 import socket
+import stat
 import time
 from dataclasses import dataclass
 from hashlib import sha256
@@ -34,6 +36,7 @@ HOME_NOTE = "store-identity"
 
 _OPENED = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_BYTES = 65536
+_MAX_NOTE_BYTES = 1024 * 1024
 _MAX_RECORDS = 1000
 _LOOKS = 50
 _PAUSE_SECONDS = 0.005
@@ -156,11 +159,27 @@ def accept(folder: Path, identity: str) -> None:
 
 def _noted(home: Path) -> dict[str, str]:
     try:
-        text = (home / HOME_NOTE).read_text(encoding="utf-8")
+        text = _read_own(home / HOME_NOTE).decode()
     except (OSError, ValueError):
         return {}
     lines = (line.rpartition(" ") for line in text.splitlines())
     return {location: identity for location, _, identity in lines if location and ID.fullmatch(identity)}
+
+
+def _read_own(path: Path) -> bytes:
+    """Read a regular file of this user or of root: in a home that others write to, a pipe would block, and another id would divert the data.
+
+    Raises:
+        OSError: The file cannot be read, or is another one.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in {os.geteuid(), 0}:
+            raise PermissionError(errno.EPERM, "not a file of this user", str(path))
+        return os.pread(file, _MAX_NOTE_BYTES, 0)
+    finally:
+        os.close(file)
 
 
 def _user_home() -> Path | None:

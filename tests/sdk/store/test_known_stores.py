@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from watchstep.errors import MissingStoreError, StoreError
 from watchstep.platform.folders import HOME
-from watchstep.store.known_stores import note_in_home
+from watchstep.store.known_stores import HOME_NOTE, note_in_home
 from watchstep.store.local import MARKER, StoreIdentity, new_store
 from watchstep.store.store import Store
 
@@ -102,6 +103,17 @@ def test_a_new_folder_needs_neither_a_cache_nor_a_home(folder: Path, monkeypatch
     monkeypatch.delenv(HOME)
     monkeypatch.setenv("HOME", str(folder.parent / "no-home"))
     assert opened(folder).id == (folder / MARKER).read_text().strip()
+
+
+def test_a_note_in_the_home_that_is_no_file_of_the_user_is_ignored(folder: Path) -> None:
+    noted(folder, "0" * 32)
+    note = folder.parent.parent / "home" / HOME_NOTE
+    note.rename(note.with_name("other"))
+    note.symlink_to("other")
+    assert opened(folder).id != "0" * 32
+    note.unlink()
+    os.mkfifo(note)
+    assert opened(folder).id != "0" * 32
 
 
 def test_damaged_records_are_ignored(folder: Path) -> None:
