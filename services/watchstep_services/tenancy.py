@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -440,8 +440,9 @@ def _location(url: str, below: tuple[str, ...], *, follow: bool = True) -> Locat
     return PROVIDERS[parts.scheme], parts.netloc, (*inner, *below)
 
 
-_written = functools.partial(_location, follow=False)
-_remembered = functools.lru_cache(maxsize=4096)(_location)
+_Locate = Callable[[str, tuple[str, ...]], Location]
+_written: _Locate = functools.partial(_location, follow=False)
+_remembered: _Locate = functools.lru_cache(maxsize=4096)(_location)
 """Of registered stores, so that transactions do not look them up each time."""
 
 
