@@ -443,7 +443,7 @@ def _location(url: str, below: tuple[str, ...], *, follow: bool = True) -> Locat
 _Locate = Callable[[str, tuple[str, ...]], Location]
 _written: _Locate = functools.partial(_location, follow=False)
 _remembered: _Locate = functools.lru_cache(maxsize=4096)(_location)
-"""Of registered stores, so that transactions do not look them up each time."""
+"""For registered stores; transactions do not look them up each time."""
 
 
 def overlap(first: Location, second: Location) -> bool:
