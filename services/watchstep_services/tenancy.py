@@ -7,9 +7,11 @@ A job that one project has bound cannot be bound by another one, which could oth
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -42,6 +44,9 @@ from watchstep_services.db.models import (
     StoreRow,
 )
 from watchstep_services.stores.opening import check_endpoint
+
+Location = tuple[str, str, tuple[str, ...]]
+"""Kind of store, bucket, and the parts of the prefix."""
 
 
 def find_project(session: Session, name: str) -> Project:
@@ -167,37 +172,65 @@ def places_of(session: Session, project: str) -> Sequence[ProjectStore]:
     return session.execute(rows.order_by(ProjectStore.is_current.desc(), ProjectStore.id)).scalars().all()
 
 
-def place_for(session: Session, project: Project, url: str, own: Sequence[StoreRow]) -> ProjectStore | None:
+@dataclass(frozen=True)
+class NamedStore:
+    """The store that a recorder names, looked up outside of transactions, because the path may be one of a disk that does not answer.
+
+    Attributes:
+        url: its URL as the recorder names it.
+        written: location of the project's objects on it by the URL alone.
+        location: the same with symbolic links followed.
+    """
+
+    url: str
+    written: Location
+    location: Location
+
+    @classmethod
+    def of(cls, url: str, project: str) -> NamedStore | None:
+        """Look up a store; None for an empty URL.
+
+        Raises:
+            ConfigError: the URL is invalid.
+        """
+        below = (project,)
+        return cls(url, _location(url, below, follow=False), _location(url, below)) if url else None
+
+
+def place_for(
+    session: Session, project: Project, store: NamedStore | None, own: Sequence[StoreRow]
+) -> ProjectStore | None:
     """Find the location of a run of a project by the store that its recorder writes to.
 
     Args:
         session: a transaction.
         project: the project.
-        url: URL of the store as the recorder names it; empty for the store of new runs.
+        store: the store that the recorder names; None for the store of new runs.
         own: the service's own stores, one of which is added to a project whose new runs are on another of them.
 
     Returns:
-        The location; None if the URL is empty, or a folder that is none of the project's: each machine may have another path for it.
+        The location; None if no store is named, or a folder that is none of the project's: each machine may have another path for it.
 
     Raises:
         StoreNotAllowedError: it is a bucket that is not registered for the project.
         ConflictError: as raised by `add_place`.
     """
-    if not url:
+    if store is None:
         return None
-    named = _location(url, (project.name,))
     places = places_of(session, project.name)
-    for placed in places:
-        if location_of(placed.place) == named:
-            return placed
-    if project.placed.store.is_own:
-        for store in own:
-            if _location(store.url, (project.name,)) == named:
-                return add_place(session, project.name, store)
-    if named[0] == "file":
+    candidates = own if project.placed.store.is_own else ()
+    # The URL as it is written first: nothing is looked up on a disk for it.
+    for locate, named in ((_written, store.written), (_remembered, store.location)):
+        for placed in places:
+            if locate(placed.place.registration.url, _below(placed.place)) == named:
+                return placed
+        for row in candidates:
+            if locate(row.url, (project.name,)) == named:
+                return add_place(session, project.name, row)
+    if store.location[0] == "file":
         return None
     raise StoreNotAllowedError(
-        f"store {url[:200]!r}: not registered for project {project.name!r}",
+        f"store {store.url[:200]!r}: not registered for project {project.name!r}",
         f"an admin registers it; or use one of: {', '.join(placed.place.location for placed in places)}",
     )
 
@@ -355,9 +388,6 @@ _ENDPOINT = re.compile(
 _MOST_URL = 1024
 _HINT = "use s3://bucket/prefix, gs://bucket/prefix or az://container/prefix, of letters, digits and . _ = @ + , -"
 
-Location = tuple[str, str, tuple[str, ...]]
-"""Kind of store, bucket, and the parts of the prefix."""
-
 
 def checked(registration: StoreRegistration, local_stores: Path | None) -> StoreRegistration:
     """Check a registration; return it with a normalized URL.
@@ -394,16 +424,26 @@ def checked_prefix(prefix: str) -> str:
 
 def location_of(place: StorePlace) -> Location:
     """The location of a project's objects, in a form that can be compared."""
-    below = (*place.prefix.split("/"), place.project) if place.prefix else (place.project,)
-    return _location(place.registration.url, below)
+    return _location(place.registration.url, _below(place))
 
 
-def _location(url: str, below: tuple[str, ...]) -> Location:
+def _below(place: StorePlace) -> tuple[str, ...]:
+    return (*place.prefix.split("/"), place.project) if place.prefix else (place.project,)
+
+
+def _location(url: str, below: tuple[str, ...], *, follow: bool = True) -> Location:
     if (folder := local_folder(url)) is not None:
-        return "file", "", (*PurePosixPath(folder.resolve()).parts, *below)
+        path = os.path.realpath(folder) if follow else os.path.normpath(folder)
+        return "file", "", (*PurePosixPath(path).parts, *below)
     parts = urlsplit(url)
     inner = tuple(part for part in parts.path.split("/") if part)
     return PROVIDERS[parts.scheme], parts.netloc, (*inner, *below)
+
+
+_Locate = Callable[[str, tuple[str, ...]], Location]
+_written: _Locate = functools.partial(_location, follow=False)
+_remembered: _Locate = functools.lru_cache(maxsize=4096)(_location)
+"""For registered stores; transactions do not look them up each time."""
 
 
 def overlap(first: Location, second: Location) -> bool:

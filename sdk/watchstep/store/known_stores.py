@@ -16,11 +16,14 @@ writable cache, a process knows only the folder that it finds.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
 import socket
+import stat
+import time
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -33,7 +36,10 @@ HOME_NOTE = "store-identity"
 
 _OPENED = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_BYTES = 65536
+_MAX_NOTE_BYTES = 1024 * 1024
 _MAX_RECORDS = 1000
+_LOOKS = 50
+_PAUSE_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,12 @@ def expected_id(folder: Path, marker: str) -> str:
     """
     if noted := noted_id(_user_home(), str(folder)):
         return noted
-    known = recall(folder)
-    return known.id if known is not None and known.id != marker and known.is_away else marker
+    known = _recall(folder, marker)
+    return known.id if known is not None and known.is_away else marker
 
 
-def recall(folder: Path) -> KnownStore | None:
-    """Return the store that was last opened at a path; None if there is no valid record."""
+def _recall(folder: Path, marker: str) -> KnownStore | None:
+    """Return the store that was last opened at a path; None if there is no valid record, or it is that of the marker."""
     path = _record_of(folder)
     if path is None:
         return None
@@ -83,8 +89,8 @@ def recall(folder: Path) -> KnownStore | None:
         identity, mount = data["id"], data["mount"]
         if not (isinstance(mount, str) and isinstance(identity, str) and ID.fullmatch(identity)):
             return None
-        return KnownStore(identity, mount, _is_locked(record))
-    except (ValueError, KeyError, TypeError, OSError):
+        return None if identity == marker else KnownStore(identity, mount, _is_locked(record))
+    except (ValueError, KeyError, TypeError, OSError, RecursionError):
         return None
     finally:
         os.close(record)
@@ -113,6 +119,7 @@ def remember(folder: Path, identity: str) -> int | None:
         if os.pread(record, _MAX_BYTES, 0) != data:
             os.ftruncate(record, 0)
             os.pwrite(record, data, 0)
+        os.utime(record)  # the oldest are removed
         fcntl.flock(record, fcntl.LOCK_SH)
     except OSError:
         os.close(record)
@@ -152,11 +159,27 @@ def accept(folder: Path, identity: str) -> None:
 
 def _noted(home: Path) -> dict[str, str]:
     try:
-        text = (home / HOME_NOTE).read_text(encoding="utf-8")
+        text = _read_own(home / HOME_NOTE).decode()
     except (OSError, ValueError):
         return {}
     lines = (line.rpartition(" ") for line in text.splitlines())
     return {location: identity for location, _, identity in lines if location and ID.fullmatch(identity)}
+
+
+def _read_own(path: Path) -> bytes:
+    """Read a regular file of this user or of root: in a home that others write to, a pipe would block, and another id would divert the data.
+
+    Raises:
+        OSError: The file cannot be read, or is another one.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in {os.geteuid(), 0}:
+            raise PermissionError(errno.EPERM, "not a file of this user", str(path))
+        return os.pread(file, _MAX_NOTE_BYTES, 0)
+    finally:
+        os.close(file)
 
 
 def _user_home() -> Path | None:
@@ -175,12 +198,16 @@ def _record_of(folder: Path) -> Path | None:
 
 
 def _is_locked(record: int) -> bool:
-    try:
-        fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(record, fcntl.LOCK_UN)
-    return False
+    for _ in range(_LOOKS):
+        try:
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Ranks of a job look at the same time, and exclude each other for a moment.
+            time.sleep(_PAUSE_SECONDS)
+            continue
+        fcntl.flock(record, fcntl.LOCK_UN)
+        return False
+    return True
 
 
 def _remove_oldest(records: Path) -> None:

@@ -440,7 +440,7 @@ def _read(folder: Path) -> str:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise _no_marker(folder)
             match = _ID.match(file.read(64))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
         if error.errno in {errno.ENXIO, errno.EISDIR}:

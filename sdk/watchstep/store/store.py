@@ -613,7 +613,12 @@ def checked_scheme(url: str) -> str:
     Raises:
         ConfigError: No store has this scheme.
     """
-    scheme = urlsplit(url).scheme
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError as error:
+        raise ConfigError(f"store {url[:200]!r} is not a URL ({error})", "remove brackets from it") from error
+    if "\0" in unquote(url):
+        raise ConfigError(f"store {url[:200]!r} contains a null character", "remove it")
     if not url or (scheme and scheme != "file" and scheme not in PROVIDERS):
         raise ConfigError(
             f"store {url!r} has unknown scheme {scheme!r}" if url else "store: no URL given",

@@ -8,12 +8,21 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from watchstep.capture.upload.spill import SPILL, spill_roots
-from watchstep.capture.upload.uploader import NEW_STORE, Synced, named_spill_folders, spill_folders, sync
+from watchstep.capture.upload.uploader import (
+    Synced,
+    create_accepted,
+    named_spill_folders,
+    spill_folders,
+    sync,
+)
 from watchstep.errors import ConfigError
 from watchstep.platform.folders import absolute_path
 from watchstep.platform.terminal_text import printable
 from watchstep.store import known_stores
 from watchstep.store.local import MARKER
+
+NEW_STORE = "new"
+"""Value of ``--accept-store`` that creates a store in a folder without one."""
 
 
 def sync_parser() -> argparse.ArgumentParser:
@@ -47,7 +56,8 @@ def sync_main(arguments: Sequence[str]) -> NoReturn:
     """Upload, report the result, and exit with 0 if nothing is left, else 1.
 
     Raises:
-        ConfigError: the folder does not exist.
+        ConfigError: the folder does not exist, or a new store would replace several.
+        StoreError: a new store cannot be created.
     """
     options = sync_parser().parse_args(arguments)
     argument = options.folder
@@ -58,7 +68,10 @@ def sync_main(arguments: Sequence[str]) -> NoReturn:
         raise ConfigError(
             f"folder {roots[0]} does not exist", f"use a folder from a recorder's log, or {SPILL}"
         )
-    results = [sync(folder, options.accept_store or "") for folder in folders]
+    accepted = options.accept_store or ""
+    if accepted == NEW_STORE:
+        accepted = create_accepted(folders)
+    results = [sync(folder, accepted) for folder in folders]
     for synced in results:
         sys.stdout.write(f"{printable(_sync_line(synced))}\n")
     if not results:

@@ -98,7 +98,7 @@ MOMENTS: tuple[tuple[Sequence[_Column], Any], ...] = (
     (
         (
             RunRow.due_ns, RunRow.lease_until_ns, RunRow.requested_ns, RunRow.poll_ns, RunRow.listed_ns, RunRow.last_seen_ns, RunRow.urgent_ns,
-            RunRow.registered_ns, RunRow.evaluated_ns,
+            RunRow.registered_ns, RunRow.evaluated_ns, RunRow.ignored_ns,
         ),
         None,
     ),

@@ -5,7 +5,8 @@ a transaction, because both cost a round trip, and announcements are most of a s
 two tables. Both have the same effect.
 
 Announcements are ignored beyond `MOST_WAITING` waiting segments of a run and a limit of its project, because any recorder can announce
-segments that do not exist. The store has those that do, and listings find them. Segments that follow one that was read are accepted, so that
+segments that do not exist. The store has those that do, and listings find them: from an ignored announcement until a listing, announcements
+do not postpone the run's poll, and the run does not count as one that announces (`scheduler.polling`). Segments that follow one that was read are accepted, so that
 made-up announcements do not delay the writers of a run.
 
 A segment that was given up as missing is due again if it is announced late. On PostgreSQL a second transaction does that, because a
@@ -198,7 +199,7 @@ def _at_once(dialect: Dialect) -> TextClause:
 # from it. The changes of a run equal those of `records.hint`. JSON is not converted to jsonb, which would change numbers.
 _AT_ONCE = """
 WITH locked AS (
-    SELECT runs.id, runs.due_ns, runs.poll_interval_ns, runs.urgent_ns, runs.health, runs.control, runs.cached_by,
+    SELECT runs.id, runs.due_ns, runs.poll_interval_ns, runs.ignored_ns, runs.urgent_ns, runs.health, runs.control, runs.cached_by,
         runs.evaluated_ns > runs.registered_ns AS evaluated,
         {now} AS now_ns, projects.archived_ns
     FROM runs JOIN projects ON projects.name = runs.project
@@ -221,6 +222,8 @@ WITH locked AS (
             AND earlier.seq >= announced.seq - {following} AND earlier.seq < announced.seq
             AND earlier.state IN ('read', 'corrupt')
     )
+), ignored AS (
+    SELECT json_array_length(CAST(:segments AS json)) > (SELECT count(*) FROM chosen) AS some
 ), inserted AS (
     INSERT INTO segments (run_id, attempt, node, writer, seq, first, last, state, found_ns, problem, traceparent)
     SELECT run_id, CAST(:attempt AS varchar), node, writer, seq, first, last, 'announced', now_ns, '',
@@ -241,7 +244,10 @@ WITH locked AS (
 ), changed AS (
     UPDATE runs SET
         last_seen_ns = now_ns,
-        poll_ns = CASE WHEN accepted.poll_interval_ns > 0 THEN now_ns + accepted.poll_interval_ns ELSE poll_ns END,
+        poll_ns = CASE
+            WHEN accepted.poll_interval_ns > 0 AND accepted.ignored_ns = 0 AND NOT ignored.some THEN now_ns + accepted.poll_interval_ns
+            ELSE poll_ns END,
+        ignored_ns = CASE WHEN ignored.some THEN now_ns ELSE accepted.ignored_ns END,
         urgent_ns = CASE
             WHEN CAST(:urgent AS boolean) AND now_ns - accepted.urgent_ns > {urgent_interval} THEN now_ns
             ELSE accepted.urgent_ns END,
@@ -254,7 +260,7 @@ WITH locked AS (
                 UNION ALL SELECT 'recorders', reports FROM recorders
             ) AS parts WHERE EXISTS (SELECT FROM recorders)
         ), accepted.health)
-    FROM accepted, fresh WHERE runs.id = accepted.id
+    FROM accepted, fresh, ignored WHERE runs.id = accepted.id
 )
 SELECT locked.id, archived_ns, fresh.segments, CASE WHEN room.segments < json_array_length(CAST(:segments AS json))
         THEN coalesce((SELECT json_agg(place ORDER BY place) FROM chosen), '[]') END,
@@ -270,6 +276,7 @@ _LOCKED_RUN = (
         RunRow.id,
         RunRow.due_ns,
         RunRow.poll_interval_ns,
+        RunRow.ignored_ns,
         RunRow.urgent_ns,
         RunRow.health,
         RunRow.control,
@@ -295,8 +302,6 @@ def _accept_by_statements(
     now = row.now_ns
     lag_ns = now - row.due_ns if row.due_ns is not None and row.due_ns <= now else None
     changes: dict[str, Any] = {"last_seen_ns": now}
-    if row.poll_interval_ns:
-        changes["poll_ns"] = now + row.poll_interval_ns
     if announcement.urgent and now - row.urgent_ns > URGENT_INTERVAL_NS:
         changes["urgent_ns"] = now
     before = row.health.get("recorders", {}).get(announcement.reporter, {}) if announcement.health else {}
@@ -304,12 +309,16 @@ def _accept_by_statements(
     if health is not None:
         changes["health"] = health
     keys = announcement.keys if room is None else _chosen(session, room, row.id, announcement.keys)
+    ignored = len(announcement.keys) - len(keys)
+    if ignored:
+        changes["ignored_ns"] = now
+    elif row.poll_interval_ns and not row.ignored_ns:
+        changes["poll_ns"] = now + row.poll_interval_ns
     fresh = sum(put_segment(session, row.id, key, now) for key in keys)
     if fresh:
         hint(session, row.id, requested=True, also=changes)
     else:
         session.execute(update(RUNS).where(RUNS.c.id == row.id).values(changes))
-    ignored = len(announcement.keys) - len(keys)
     return AcceptedAnnouncement(
         row.id, fresh, ignored, lag_ns, json.dumps(row.control), row.cached_by, before, row.evaluated
     )

@@ -52,6 +52,7 @@ class _Listed:
     ends: dict[str, list[EndDocument]] = field(default_factory=dict)
     segments: set[SegmentKey] = field(default_factory=set)
     problems: dict[str, str] = field(default_factory=dict)
+    began_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class _Documents:
 
 
 def _list(run_documents: _Documents, stored: _Known) -> _Listed:
-    listing = _Listed(problems=run_documents.problems)
+    listing = _Listed(problems=run_documents.problems, began_ns=stored.at_ns)
     for entry in run_documents.store.entries(layout.ATTEMPTS):
         attempt = entry.key.removeprefix(layout.ATTEMPTS).removesuffix(".json")
         if attempt not in stored.attempts:
@@ -291,6 +292,8 @@ def _record(
         if claim is not None or run.lease_until_ns <= now:
             forgotten = _delete_bogus(session, run, before_ns, listing, claimed=claim is not None)
         run.listed_ns = now
+        if not left and run.ignored_ns < listing.began_ns:
+            run.ignored_ns = 0
         if fresh:
             run.last_seen_ns = now
         if listing.problems:

@@ -49,6 +49,7 @@ from watchstep_services.runs.rule_configs import Origin
 from watchstep_services.runs.stops import retry_unconfirmed
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy import (
+    NamedStore,
     StoreNotAllowedError,
     allow_local,
     allow_owned,
@@ -187,8 +188,9 @@ def register(
     layout.run_prefix(project, run)
     if origin == "recorder":
         check(requested)
+    store = NamedStore.of(recorded.store, project)
     with service.database.write() as session:
-        named = find_place(session, service, project, recorded.store)
+        named = find_place(session, service, project, store)
         placed = named or find_project(session, project).placed
         now = read_clock(session)
         values = {
@@ -213,11 +215,13 @@ def register(
         return row.id
 
 
-def find_place(session: Session, service: Service, project: str, store: str) -> ProjectStore | None:
+def find_place(
+    session: Session, service: Service, project: str, store: NamedStore | None
+) -> ProjectStore | None:
     """Find the location of a run that its recorder writes to a store (`tenancy.place_for`), in a project as by `ensure_project`."""
     ensure_project(session, service, project)
     own: Sequence[StoreRow] = ()
-    if store and service.settings.new_projects == "on_first_run":
+    if store is not None and service.settings.new_projects == "on_first_run":
         own_store(session, service.settings.store)
         own = own_stores(session)
     return place_for(session, find_project(session, project), store, own)
@@ -386,8 +390,9 @@ def _discover_projects(service: Service, store: str) -> list[_Intake]:
         if name in known_projects or not _is_name(name):
             continue
         try:
+            named = NamedStore.of(store, name)
             with service.database.write() as session:
-                find_place(session, service, name, store)
+                find_place(session, service, name, named)
         except WatchstepError as error:
             if (name, "") not in service.failed_intakes:
                 service.failed_intakes.add((name, ""))

@@ -149,13 +149,15 @@ def _fault(error: Exception) -> WatchstepError:
 def needs_listing(service: Service, poll: RunPoll) -> bool:
     """Whether a run has been quiet long enough for a listing of its store."""
     run = poll.run
-    quiet_since = max(run.last_seen_ns, run.listed_ns) if run.listed_ns else 0
+    # Ignored announcements are no news: only a listing finds their segments.
+    news_ns = 0 if run.ignored_ns else run.last_seen_ns
+    quiet_since = max(news_ns, run.listed_ns) if run.listed_ns else 0
     quiet = poll.now_ns - quiet_since
     if run.state in ENDED or run.state == "lost":
         # A late segment or another attempt is possible, but rare.
         return quiet >= nanoseconds(service.settings.silent_seconds)
     base = max(service.settings.listing_ns(local=poll.place.is_local), service.listing_times.pause_ns(run.id))
-    return quiet >= base if poll.has_job else quiet >= max(base, run.poll_interval_ns)
+    return quiet >= base if poll.has_job or run.ignored_ns else quiet >= max(base, run.poll_interval_ns)
 
 
 def _poll_interval(service: Service, poll: RunPoll, listed: bool, fresh: bool) -> int:
@@ -167,7 +169,7 @@ def _poll_interval(service: Service, poll: RunPoll, listed: bool, fresh: bool) -
     if poll.has_job:
         return _JOB_POLL_NS  # only polls detect that the job is gone
     base = service.settings.listing_ns(local=poll.place.is_local)
-    announces = poll.run.last_seen_ns > poll.run.listed_ns > 0
+    announces = not poll.run.ignored_ns and poll.run.last_seen_ns > poll.run.listed_ns > 0
     before = max(base, poll.run.poll_interval_ns)
     if not listed:
         return before

@@ -247,6 +247,25 @@ def test_sync_uploads_to_another_store_that_the_user_accepts(
     assert "is neither the id of a store nor 'new'" in done.stderr
 
 
+def test_a_new_store_is_created_for_the_data_of_one_store_and_of_all_its_ranks(
+    tmp_path: Path, spill_root: Path
+) -> None:
+    replaced, away = (Disk(tmp_path / name, leaves_mount_point=True) for name in ("replaced", "away"))
+    record_until_it_vanishes(replaced)
+    (first,) = spill_folders(spill_root)
+    second = shutil.copytree(first, spill_root / "second")
+    record_until_it_vanishes(away)
+    (unrelated,) = {*spill_folders(spill_root)} - {first, second}
+    done = run_sync("--accept-store", "new")
+    assert done.returncode != 0
+    assert "3 spill folders are for several stores" in done.stderr
+    assert not list(away.store.iterdir()) + list(replaced.store.iterdir())
+    unrelated.rename(tmp_path / "unrelated")
+    assert run_sync("--accept-store", "new").returncode == 0
+    assert spill_folders(spill_root) == []
+    assert steps_of(replaced.store)[-1] == STEPS - 1
+
+
 def test_jobs_that_begin_while_a_store_in_use_is_away_wait_for_it_on_each_rank(
     tmp_path: Path, spill_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

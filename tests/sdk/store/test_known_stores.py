@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from watchstep.errors import MissingStoreError, StoreError
 from watchstep.platform.folders import HOME
-from watchstep.store.known_stores import note_in_home
+from watchstep.store.known_stores import HOME_NOTE, note_in_home
 from watchstep.store.local import MARKER, StoreIdentity, new_store
 from watchstep.store.store import Store
 
@@ -103,15 +105,38 @@ def test_a_new_folder_needs_neither_a_cache_nor_a_home(folder: Path, monkeypatch
     assert opened(folder).id == (folder / MARKER).read_text().strip()
 
 
+def test_a_note_in_the_home_that_is_no_file_of_the_user_is_ignored(folder: Path) -> None:
+    noted(folder, "0" * 32)
+    note = folder.parent.parent / "home" / HOME_NOTE
+    note.rename(note.with_name("other"))
+    note.symlink_to("other")
+    assert opened(folder).id != "0" * 32
+    note.unlink()
+    os.mkfifo(note)
+    assert opened(folder).id != "0" * 32
+
+
 def test_damaged_records_are_ignored(folder: Path) -> None:
     opened(folder).release()
     (record,) = (folder.parent.parent / "cache" / "watchstep" / "stores").iterdir()
     folder.rename(folder.parent / "away")
-    for content in (b"", b"{", b"[]", b'{"id": 1, "mount": ""}', b"\xff"):
+    for content in (b"", b"{", b"[]", b'{"id": 1, "mount": ""}', b"\xff", b"[" * 65536):
         record.write_bytes(content)
         assert opened(folder).id
         for path in (folder / MARKER, folder / "p" / "r" / "run.json"):
             path.unlink()
+
+
+def test_ranks_that_look_at_the_same_time_do_not_take_each_other_for_users(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(folder).release()
+    (record,) = (folder.parent.parent / "cache" / "watchstep" / "stores").iterdir()
+    folder.rename(folder.parent / "removed")
+    with record.open() as another:
+        fcntl.flock(another, fcntl.LOCK_EX)
+        monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(another, fcntl.LOCK_UN))
+        assert opened(folder).id == (folder / MARKER).read_text().strip()
 
 
 def test_a_service_names_the_store_after_another_was_opened(folder: Path) -> None:

@@ -16,11 +16,12 @@ from starlette.testclient import TestClient
 
 from tests.services.announcing import announcing
 from tests.services.driving import Driven
-from tests.services.recording import PROJECT
+from tests.services.recording import PROJECT, Recording
 from watchstep.capture.service.client import MOST_SEGMENTS
 from watchstep.format.capture_needs import CaptureNeed
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.store.store import Store
 from watchstep_services.api.app import create_app
 from watchstep_services.api.schemas import models
 from watchstep_services.auth import create_token
@@ -31,6 +32,7 @@ from watchstep_services.db.records import MOST_WAITING
 from watchstep_services.runs.announcements import FOLLOWING, Announcement, accept_announcement
 from watchstep_services.runs.control import change, set_needs
 from watchstep_services.runs.registration import register
+from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.service.waiting_segments import WaitingRoom
 
 WAIT = 60.0
@@ -353,6 +355,34 @@ def test_the_runs_of_a_project_share_a_limit_and_other_projects_do_not_notice(an
     assert ignored(PROJECT, "run-2", *keys(2)) == 1
     assert ignored("other", "run-1", *keys(0, 1, 2)) == 0
     assert len(announced.driven.segments(other)) == 3
+
+
+def test_a_run_with_ignored_announcements_is_listed_though_it_announces(
+    announced: Announcing, folder_store: Store
+) -> None:
+    driven = announced.driven.with_settings(listing_seconds=20.0)
+    full = Driven(replace(driven.service, waiting_room=WaitingRoom(most=0)))
+    recording = Recording(folder_store).begin()
+    sweep(full.service)
+    for seq in range(2):  # also after an evaluation has read some
+        segment = recording.write(seq * (FOLLOWING + 2), 4 * seq, 4 * seq + 3)
+        with full.service.database.write() as session:
+            past = read_clock(session) - 60 * NANOSECONDS
+            session.execute(update(RunRow).values(poll_ns=past, listed_ns=past, due_ns=None))
+        ignored = accept_announcement(
+            full.service.database,
+            full.service.waiting_room,
+            PROJECT,
+            "run-1",
+            Announcement([segment], {}, urgent=False),
+        )
+        assert ignored is not None
+        assert (ignored.fresh, ignored.ignored) == (0, 1)
+        assert full.run(announced.run_id).poll_ns == past
+        assert sweep(full.service).runs == (announced.run_id,)
+        assert full.segments(announced.run_id)["w0", segment.seq] == "announced"
+        full.settle(announced.run_id)
+        assert full.run(announced.run_id).ignored_ns == 0
 
 
 def test_the_room_of_a_project_is_counted_again_while_little_is_left() -> None:

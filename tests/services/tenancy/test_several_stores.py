@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -158,3 +160,32 @@ def test_a_run_is_quiet_if_nothing_of_it_was_evaluated_for_thirty_seconds(
         since = quiet_since(run, now)
         assert (since is not None, "not_evaluated" in health_of(run, now)) == (is_quiet, is_problem)
         assert since is None or now - since >= QUIET_NS
+
+
+@pytest.mark.parametrize("url", ["s3://[", "/a\0b", "file:///a%00b", "http://a/b"])
+def test_a_store_that_is_no_url_is_refused(driven_sqlite: Driven, url: str) -> None:
+    with pytest.raises(ConfigError, match="store"):
+        register(driven_sqlite.service, PROJECT, "run-9", (), "recorder", Recorded(url))
+
+
+def test_a_named_folder_is_looked_up_while_others_may_write(
+    driven_sqlite: Driven, folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = driven_sqlite.service
+    (tmp_path / "link").symlink_to(folder_store.location)
+    file = service.database.engine.url.database
+    assert file is not None
+    looked_up: list[str] = []
+    realpath = os.path.realpath
+
+    def slow(path: str | os.PathLike[str], *, strict: bool = False) -> str:
+        looked_up.append(os.fspath(path))
+        with sqlite3.connect(file, timeout=0) as connection:
+            connection.execute("BEGIN IMMEDIATE")  # raises if a transaction waits for the disk
+        return realpath(path, strict=strict)
+
+    register(service, PROJECT, "run-7", (), "recorder", Recorded(str(tmp_path / "link")))
+    monkeypatch.setattr(os.path, "realpath", slow)
+    for number, url in enumerate((str(tmp_path / "link"), "/net/elsewhere/runs", folder_store.location)):
+        register(service, PROJECT, f"run-{number}", (), "recorder", Recorded(url))
+    assert looked_up == [str(tmp_path / "link"), "/net/elsewhere/runs", folder_store.location]

@@ -61,11 +61,13 @@ def new_trace() -> str:
 def store_in(answer: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the URL and the id of a run's store from the answer to its registration; None if it names no store."""
     url, identity = answer.get("store"), answer.get("store_id")
-    if isinstance(url, str) and isinstance(identity, str) and known_stores.ID.fullmatch(identity):
-        return url, identity
-    return None
+    if not (isinstance(url, str) and isinstance(identity, str) and known_stores.ID.fullmatch(identity)):
+        return None
+    return (url, identity) if len(url) <= _LONGEST_URL else None
 
 
+_LONGEST_URL = 4096
+"""Links in a path are followed part by part, which takes minutes for a million parts."""
 _FIRST_SECONDS = 1.0
 _MAX_SECONDS = 30.0
 _PAUSED = frozenset((401, 403, 429, 502, 503, 504))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from watchstep.capture.upload.backlog import Backlog
 from watchstep.capture.upload.outgoing import Outgoing, settle
 from watchstep.capture.upload.sample_objects import upload_left_ring
 from watchstep.capture.upload.spill import ABOUT, Spilled, SpillFolder, SpillOwner, is_own
-from watchstep.errors import FormatError, NotFoundError, StoreError, WatchstepError
+from watchstep.errors import ConfigError, FormatError, NotFoundError, StoreError, WatchstepError
 from watchstep.format import documents
 from watchstep.format.layout import RUN_DOCUMENT, WriterId, attempt_document, end_document, run_prefix
 from watchstep.store import known_stores
@@ -275,8 +276,8 @@ def sync(path: Path, accepted: str = "") -> Synced:
 
     Args:
         path: the spill folder.
-        accepted: id of the store that is at the path of a local store now, and that receives data recorded for another one; `NEW_STORE`
-            creates a store in a folder without a marker. Empty: data is uploaded only to the store that it was recorded for.
+        accepted: id of the store that is at the path of a local store now, and that receives data recorded for another one. Empty: data is
+            uploaded only to the store that it was recorded for.
     """
     try:
         folder = SpillFolder.take(path)
@@ -327,8 +328,36 @@ def _sync_locked(folder: SpillFolder, accepted: str) -> Synced:
     return Synced(folder.path, run, done, size)
 
 
-NEW_STORE = "new"
-"""Value for `sync` that accepts a folder without a store."""
+def create_accepted(paths: Sequence[Path]) -> str:
+    """Create a store in the folder that the contents of spill folders were recorded for, and return its id; empty if there is none.
+
+    Raises:
+        ConfigError: they were recorded for several folders, of which others may only be away.
+        StoreError: the folder has a store, or cannot be written to.
+    """
+    roots = {root for path in paths if (root := _local_root(path)) is not None}
+    if len(roots) > 1:
+        raise ConfigError(
+            f"{len(paths)} spill folders are for several stores: {', '.join(sorted(map(str, roots)))}",
+            "name a spill folder of the store that was replaced: watchstep sync FOLDER --accept-store new",
+        )
+    return new_store(roots.pop()) if roots else ""
+
+
+def _local_root(path: Path) -> Path | None:
+    """Return the folder that the contents of a spill folder were recorded for; None if it cannot be read, which `sync` reports."""
+    try:
+        folder = SpillFolder.take(path)
+    except OSError:
+        return None
+    if folder is None:
+        return None
+    try:
+        return local_folder(folder.about().store_url)
+    except WatchstepError:
+        return None
+    finally:
+        folder.release()
 
 
 def _accepting(folder: SpillFolder, about: SpillOwner, accepted: str) -> SpillOwner:
@@ -343,10 +372,7 @@ def _accepting(folder: SpillFolder, about: SpillOwner, accepted: str) -> SpillOw
     root = local_folder(about.store_url)
     if not accepted or root is None:
         return about
-    if accepted == NEW_STORE:
-        accepted = new_store(root)
-    else:
-        Store.open(about.store_url, identity=StoreIdentity(accepted))
+    Store.open(about.store_url, identity=StoreIdentity(accepted))
     known_stores.accept(root, accepted)
     about = replace(about, store_id=accepted)
     folder.describe(about)

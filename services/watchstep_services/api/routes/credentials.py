@@ -13,7 +13,7 @@ from watchstep.format.layout import attempt_document, run_prefix
 from watchstep_services.api.middleware.access import Served, permits
 from watchstep_services.db.models import RunRow
 from watchstep_services.stores.role import scoped_credentials
-from watchstep_services.tenancy import open_project, place_for
+from watchstep_services.tenancy import NamedStore, open_project, place_for
 
 router = APIRouter(
     prefix="/v1/projects/{project}/runs/{run}/attempts/{attempt}/credentials", tags=["recording"]
@@ -58,10 +58,11 @@ def post_attempt_credentials(
     """Return credentials of the role of the run's store, limited to the objects that a recorder of this attempt writes."""
     run_prefix(project, run)
     attempt_document(attempt)
+    store = NamedStore.of("" if body is None else body.store, project)
     with service.database.read() as session:
         of_project = open_project(session, project)
         run_row = session.execute(select(RunRow).filter_by(project=project, run=run)).scalar_one_or_none()
-        named = place_for(session, of_project, "" if body is None else body.store, ())
+        named = place_for(session, of_project, store, ())
         place = (named or of_project.placed).place if run_row is None else run_row.place
     credentials = scoped_credentials(place, run, attempt)
     response.headers["cache-control"] = "no-store"

@@ -21,7 +21,8 @@ class RunRow(Base):
     process that records it does; ``evaluated_ns``: when rows of it were last evaluated, 0 before the first.
     ``cached_by``: the worker that evaluated it last, and has its earlier rows in memory. ``due_ns``: when it is due for evaluation;
     ``requested_ns``: when a message was last sent for it. ``poll_ns``: when it is polled without a hint; an announcement postpones it by
-    ``poll_interval_ns``, which is 0 before the first poll. ``urgent_ns``: when a trusted recorder last reported a sudden failure.
+    ``poll_interval_ns``, which is 0 before the first poll, unless ``ignored_ns`` is set: when segments of an announcement were last ignored
+    that no listing has added since; 0 for none. ``urgent_ns``: when a trusted recorder last reported a sudden failure.
     ``registered_by``: the id of the operator's or admin's token that registered it; empty if none did. ``unfinished_claims``: claims in a
     row without a commit or a release, because their process ended; ``reading``: the epoch of the last of them and the segment that it was
     reading, recorded once there were some (`evaluation.unfinished_reads`). ``state_attempt``: the attempt of the last published start or
@@ -58,6 +59,7 @@ class RunRow(Base):
     requested_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     poll_ns: Mapped[int] = mapped_column(default=0, server_default="0", index=True)
     poll_interval_ns: Mapped[int] = mapped_column(default=0, server_default="0")
+    ignored_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     cached_by: Mapped[str] = mapped_column(String(255), default="", server_default="")
     urgent_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     registered_by: Mapped[str] = mapped_column(String(16), default="", server_default="")

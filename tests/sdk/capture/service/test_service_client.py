@@ -18,7 +18,7 @@ import pytest
 from tests.sdk.store.dripping_server import dripping
 from watchstep import Bounds, CaptureConfig, Hook, StopTraining, open_run
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.service.client import MOST_SEGMENTS, ServiceClient, ServicePause
+from watchstep.capture.service.client import MOST_SEGMENTS, ServiceClient, ServicePause, store_in
 from watchstep.capture.service.registration import Announcer
 from watchstep.capture.stop import ControlReader
 from watchstep.errors import ServiceError
@@ -464,3 +464,10 @@ def test_a_service_whose_answer_never_ends_holds_up_neither_rows_nor_a_stop(
             (tmp_path / "default" / "r" / "control.json").write_bytes(stopped.encode())
             with pytest.raises(StopTraining, match="by test"):
                 record_until(hook, lambda: False)
+
+
+def test_an_answer_names_a_store_by_a_path_that_can_be_looked_up() -> None:
+    identity = "0" * 32
+    assert store_in({"store": "/runs", "store_id": identity}) == ("/runs", identity)
+    for answer in ({"store": "/a" * 5000, "store_id": identity}, {"store": "/runs", "store_id": "1"}, {}):
+        assert store_in(answer) is None

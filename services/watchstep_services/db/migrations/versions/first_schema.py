@@ -304,6 +304,7 @@ sa.Table(
     sa.Column("requested_ns", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("poll_ns", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("poll_interval_ns", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("ignored_ns", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("cached_by", sa.String(255), nullable=False, server_default=""),
     sa.Column("urgent_ns", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("registered_by", sa.String(16), nullable=False, server_default=""),
