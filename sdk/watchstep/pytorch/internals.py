@@ -341,10 +341,14 @@ def is_saved(module: nn.Module, buffer: str) -> bool:
 
 
 def original_of(module: nn.Module) -> nn.Module | None:
-    """Return the module inside a module that `torch.compile` returned; None for others."""
-    inner = _original.peek(module)
-    if inner is None and type(module).__module__.startswith("torch._dynamo"):
-        _original.of(module)
+    """Return the module inside a module that `torch.compile` returned; None for others.
+
+    Others are not asked for the attribute: wrappers of the program's own may pass on that of a compiled module inside of them.
+    """
+    if not any(kind.__module__.startswith("torch._dynamo") for kind in type(module).__mro__):
+        return None
+    inner = _original.of(module)
+    if inner is None:
         inner = next(module.children(), None)
     return inner if isinstance(inner, nn.Module) else None
 
