@@ -332,7 +332,8 @@ class Hook:
         # Nothing of a recording that began in part remains: adapters of frameworks would record into it.
         self.__dict__ = {**of_subclass, "config": self.config, "store_url": self.store_url, "_health": health}
         kind = type(self)
-        self.__class__ = _FailedHook if kind is Hook else type(kind.__name__, (_FailedHook, kind), {})
+        failed: Any = _FailedHook if kind is Hook else type(kind.__name__, (_FailedHook, kind), {})
+        self.__class__ = failed
 
     def _stop_of(self, on_stop: OnStop | None) -> tuple[OnStop, str]:
         """The effect of a stop, and a note for health if it differs from what the environment requests."""

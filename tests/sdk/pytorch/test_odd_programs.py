@@ -149,7 +149,7 @@ class PassesOn(nn.Module):
 def test_a_model_that_answers_for_attributes_is_recorded_as_a_whole(
     tmp_path: Path, *, is_compiled: bool
 ) -> None:
-    inner = nn.Linear(8, 2)
+    inner: Any = nn.Linear(8, 2)
     model = PassesOn(torch.compile(inner, backend="eager") if is_compiled else inner)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hook = Hook(tmp_path, config=EVERY_STEP)
