@@ -247,6 +247,7 @@ class Hook:
         Raises:
             ConfigError, RuleError: an argument or variable is invalid. A store that cannot be reached raises nothing.
         """
+        of_subclass = dict(self.__dict__)
         if AUDIT in os.environ:  # nothing of an audited program reaches the places that it names
             store_url = project = run = tensorboard = mirror = None
         self.store_url = _checked_url(store_url)
@@ -275,7 +276,7 @@ class Hook:
         except WatchstepError:
             raise
         except Exception as error:  # noqa: BLE001 - what is odd about an installation must not keep a program from training
-            self._record_nothing(error)
+            self._record_nothing(error, of_subclass)
 
     def _begin(
         self,
@@ -313,17 +314,26 @@ class Hook:
         self._start_background(control, launch)
         _log.info("watchstep: recording %s", self.run_url)
 
-    def _record_nothing(self, error: Exception) -> None:
-        """Become a hook that accepts every call and records nothing, after a fault of the start."""
-        self._health = RecorderHealth()
-        self._health.fault("start", error)
-        self.__class__ = _FailedHook  # type: ignore[assignment]
+    def _record_nothing(self, error: Exception, of_subclass: dict[str, Any]) -> None:
+        """Become a hook that accepts every call and records nothing, after a fault of the start.
+
+        Args:
+            error: The fault.
+            of_subclass: Attributes that a subclass of the program's has set before.
+        """
+        health = RecorderHealth()
+        health.fault("start", error)
         if "_ending" in self.__dict__:
             try:
                 self._ending.end("failed", ending.described(error))
             except Exception as another:  # noqa: BLE001 - as above
-                self._health.fault("end", another)
+                health.fault("end", another)
             ending.ended()
+        # Nothing of a recording that began in part remains: adapters of frameworks would record into it.
+        self.__dict__ = {**of_subclass, "config": self.config, "store_url": self.store_url, "_health": health}
+        kind = type(self)
+        failed: Any = _FailedHook if kind is Hook else type(kind.__name__, (_FailedHook, kind), {})
+        self.__class__ = failed
 
     def _stop_of(self, on_stop: OnStop | None) -> tuple[OnStop, str]:
         """The effect of a stop, and a note for health if it differs from what the environment requests."""
@@ -855,7 +865,7 @@ class Hook:
             self._mirror.stop(document.stop.step, document.stop.reason)
 
 
-class _FailedHook(CopiedHook):
+class _FailedHook(CopiedHook, Hook):  # type: ignore[misc]
     """A hook whose start failed. It records nothing, and its health states the fault."""
 
     _health: RecorderHealth

@@ -303,6 +303,7 @@ traced_module = Name(
 _parameters = Attribute(
     "torch.nn.Module._parameters", "nothing is lost: parameters are listed by their modules"
 )
+_modules = Attribute("torch.nn.Module._modules", "nothing is lost: modules list their children")
 _buffers = Attribute("torch.nn.Module._buffers", "nothing is lost: buffers are listed by their modules")
 _unsaved = Attribute(
     "torch.nn.Module._non_persistent_buffers_set",
@@ -323,6 +324,21 @@ def parameters_of(module: nn.Module) -> Mapping[str, Tensor | None]:
     return dict(module.named_parameters(recurse=False)) if stored is None else stored
 
 
+def modules_of(module: nn.Module) -> dict[int, nn.Module]:
+    """Return a module and all modules inside it by id, without a call of the program's own methods, which may make modules."""
+    modules: dict[int, nn.Module] = {}
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in modules:
+            modules[id(each)] = each
+            # A module whose constructor has not finished stores none: that is no fault of PyTorch, and its method raises.
+            stored = None if _modules.is_missing else each.__dict__.get(_modules.name)
+            children = dict(each.named_children()) if stored is None else stored
+            waiting += [child for child in children.values() if child is not None]
+    return modules
+
+
 def buffers_of(module: nn.Module) -> Mapping[str, Tensor | None]:
     """Return the buffers that a module stores, which may change later."""
     stored: Mapping[str, Tensor | None] | None = _buffers.stored(module)
@@ -341,10 +357,14 @@ def is_saved(module: nn.Module, buffer: str) -> bool:
 
 
 def original_of(module: nn.Module) -> nn.Module | None:
-    """Return the module inside a module that `torch.compile` returned; None for others."""
-    inner = _original.peek(module)
-    if inner is None and type(module).__module__.startswith("torch._dynamo"):
-        _original.of(module)
+    """Return the module inside a module that `torch.compile` returned; None for others.
+
+    Others are not asked for the attribute: wrappers of the program's own may pass on that of a compiled module inside of them.
+    """
+    if not any(kind.__module__.startswith("torch._dynamo") for kind in type(module).__mro__):
+        return None
+    inner = _original.of(module)
+    if inner is None:
         inner = next(module.children(), None)
     return inner if isinstance(inner, nn.Module) else None
 

@@ -102,6 +102,12 @@ class ReplayResult:
     diagnosis: Diagnosis | None = field(default=None, repr=False)
 
     @property
+    def has_compared(self) -> bool:
+        """Whether any loss or gradient was compared."""
+        has_gradient = self.equal_gradients > 0 or self.largest is not None
+        return has_gradient or any(before is not None for before, _ in self.losses)
+
+    @property
     def losses_are_equal(self) -> bool:
         """Whether all losses that were observed are equal bit for bit."""
         return all(before is None or _are_equal(before, after) for before, after in self.losses)
@@ -109,8 +115,7 @@ class ReplayResult:
     @property
     def are_equal(self) -> bool:
         """Whether all losses and gradients that were compared are equal bit for bit; False if nothing was compared."""
-        compared = self.gradients > 0 or any(before is not None for before, _ in self.losses)
-        return compared and self.equal_gradients == self.gradients and self.losses_are_equal
+        return self.has_compared and self.equal_gradients == self.gradients and self.losses_are_equal
 
     @property
     def is_exact(self) -> bool:
@@ -145,7 +150,7 @@ class ReplayResult:
     @property
     def difference(self) -> float | None:
         """Largest relative difference of losses and gradients, if all are compared and it is small; else None."""
-        if self.uncomputed or self.undetermined or not (self.gradients or self.losses):
+        if self.uncomputed or self.undetermined or not self.has_compared:
             return None
         if any(before is not None and _kind(before) != _kind(after) for before, after in self.losses):
             return None

@@ -154,7 +154,7 @@ def _verdict_of_values(result: ReplayResult) -> str:
         return f"yes, within {result.difference:.3g}"
     if result.undetermined:
         return "not known: the bundle has only digests of gradients that differ"
-    if not result.gradients and all(before is None for before, _ in result.losses):
+    if not result.has_compared and not result.uncomputed:
         return "not known: neither losses nor gradients are recorded"
     return "no: the losses differ" if not result.losses_are_equal else "no: the gradients differ"
 
@@ -188,6 +188,8 @@ def _role_of_precision(result: ReplayResult) -> str:
 def _verdict_of_repeated_failure(result: ReplayResult) -> str:
     if not result.is_reproduced:
         differ = _NOTHING_FINITE if result.are_near else "the compared values differ"
+        if not result.has_compared:
+            differ = "neither losses nor gradients are compared"
         return f"not known: the step fails again, but {differ}"
     if result.is_exact:
         verdict = "yes, bit for bit"

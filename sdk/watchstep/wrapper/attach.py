@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from watchstep.hook import Hook
 from watchstep.hook_arguments import AUDIT
-from watchstep.pytorch import losses
+from watchstep.pytorch import internals, losses
 from watchstep.pytorch.loaders.loader_samples import EarlySamples
 from watchstep.pytorch.losses import BackwardLoss
 from watchstep.pytorch.parameters import amp, optimizer_steps
@@ -111,7 +111,8 @@ def wait_for_first_step() -> None:
 def _model_of(optimizer: Optimizer) -> nn.Module:
     """Return the outermost module with most of an optimizer's parameters, for names that its author knows.
 
-    Inspects every object once; parameters without a module are watched as a separate module.
+    Inspects every object once; parameters without a module are watched as a separate module. Modules are inspected without a call of their
+    methods, because those of a module that is not trained yet may make its layers from random numbers.
     """
     parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     best, score = _Loose(optimizer), (0, 0)
@@ -119,10 +120,11 @@ def _model_of(optimizer: Optimizer) -> nn.Module:
         if not issubclass(type(candidate), nn.Module) or isinstance(candidate, _Loose):
             continue
         try:
-            watched = sum(id(p) in parameter_ids for p in candidate.parameters())
-            size = sum(1 for _ in candidate.modules())
+            modules = internals.modules_of(candidate)
+            own = {id(p) for module in modules.values() for p in internals.parameters_of(module).values()}
         except Exception:  # noqa: BLE001, S112 - incomplete or abstract modules are not the trained one
             continue
+        watched, size = len(own & parameter_ids), len(modules)
         if watched and (watched, size) > score:
             best, score = candidate, (watched, size)
     return best

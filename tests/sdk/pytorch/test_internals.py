@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import logging
+import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import watchstep
 from tests.sdk.training import EVERY_STEP
 from watchstep import Bundles, Hook, open_run
+from watchstep.boosting.recorder import BoostingOptions, HookRecording
 from watchstep.pytorch import internals
 
 SDK = Path(watchstep.__file__).parent
@@ -110,15 +113,37 @@ def test_a_module_that_cannot_be_imported_costs_what_it_records(
     assert is_recorded is (module != "watchstep.pytorch.watch")
 
 
-def test_a_hook_that_cannot_start_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class OwnHook(Hook):
+    """A hook of a program that adds to it."""
+
+    def __init__(self, store: Path) -> None:
+        self.factor = 2.0
+        super().__init__(store)
+
+    def log_scaled(self, loss: float) -> float:
+        """Log a loss."""
+        self.log(loss=self.factor * loss)
+        return self.factor
+
+
+@pytest.mark.parametrize("place", ["watchstep.hook.Writer", "watchstep.hook.Hook._start_background"])
+def test_a_hook_that_cannot_start_records_nothing(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no threads")
 
-    monkeypatch.setattr("watchstep.hook.Writer", fail)
-    hook = Hook(tmp_path)
+    monkeypatch.setattr(place, fail)
+    hook = OwnHook(tmp_path)
+    assert isinstance(hook, OwnHook)
     assert train(hook) == PLAIN
-    hook.log(loss=1.0)
+    assert hook.log_scaled(1.0) == 2.0
     hook.step()
+    assert copy.deepcopy([hook]) == [hook]
+    pickle.loads(pickle.dumps(hook)).log(loss=1.0)
+    rounds = HookRecording(hook, "XGBoost", BoostingOptions(training="train"))
+    rounds.begin_round()
+    rounds.finish_round(list, lambda: None, is_last=True)
     hook.close()
     assert hook.health["faults"] == {"start": "OSError: no threads"}
 

@@ -80,15 +80,6 @@ class WithoutInit(nn.Module):
         pass
 
 
-class OwnAttributes(nn.Linear):
-    """Answers for attributes by itself, and raises what it likes."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_orig_mod":
-            raise KeyError(name)
-        return super().__getattr__(name)
-
-
 class OwnModules(nn.Linear):
     """Overrides how modules are listed."""
 
@@ -105,7 +96,6 @@ class NoHooks(nn.Linear):
 
 ODD: dict[str, Callable[[], nn.Module]] = {
     "without init": WithoutInit,
-    "own attributes": lambda: OwnAttributes(8, 2),
     "own modules": lambda: nn.Sequential(nn.Linear(8, 8), OwnModules(8, 2)),
 }
 
@@ -132,6 +122,41 @@ def test_a_model_that_cannot_be_watched_is_reported_and_trains(
         optimizer.step()
         hook.log(loss=1.0)
     hook.close()
+
+
+class PassesOn(nn.Module):
+    """Passes attributes on to the module inside, or raises what it likes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.head = nn.Linear(2, 1)
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__["_modules"].get("inner")
+        if name in self.__dict__["_modules"]:
+            return super().__getattr__(name)
+        if not hasattr(inner, name):
+            raise KeyError(name)
+        return getattr(inner, name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.inner(x))
+        return out
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_model_that_answers_for_attributes_is_recorded_as_a_whole(
+    tmp_path: Path, *, is_compiled: bool
+) -> None:
+    inner: Any = nn.Linear(8, 2)
+    model = PassesOn(torch.compile(inner, backend="eager") if is_compiled else inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    hook.watch(model, optimizer)
+    model(X).sum().backward()
+    optimizer.step()
+    assert {"head.weight:gradient", "head:output"} <= set(recorded(hook).tensors())
 
 
 @pytest.mark.parametrize(

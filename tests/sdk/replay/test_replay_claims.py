@@ -273,6 +273,34 @@ def test_a_failure_without_a_finite_value_is_reproduced_if_all_was_restored(
     assert ("reproduced: not known" in text) == (not is_known)
 
 
+class Unobserved:
+    """A loss whose gradients are computed without ``backward()``, so that it is not recorded."""
+
+    def __init__(self, model: Any, batch: Any) -> None:
+        self._loss, self._parameters = squared(model, batch), list(model.parameters())
+
+    def backward(self) -> None:
+        """Compute the gradients."""
+        import torch
+
+        gradients = torch.autograd.grad(self._loss, self._parameters)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_a_replay_that_compares_nothing_is_not_known_to_reproduce_a_step(
+    tmp_path: Path, value: float
+) -> None:
+    bundle = recorded(
+        tmp_path, linear(), inputs(value), Unobserved, redact=("gradients/*",), is_requested=value == 1.0
+    )
+    result, text = replayed(bundle, linear(), lambda model, batch: 5 * squared(model, batch))
+    assert not result.is_reproduced
+    assert "reproduced: not known: " in text
+    assert "neither losses nor gradients are" in text
+
+
 def test_a_batch_that_was_changed_in_place_is_an_error_with_a_hint(tmp_path: Path) -> None:
     def loss(model: Any, batch: Any) -> Any:
         batch[0].div_(batch[0].sum(1, keepdim=True))

@@ -33,7 +33,11 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 2)
     def forward(self, x):
         return self.head(self.body(x).relu())
-model = Net()
+class Unbuilt(nn.Module):
+    def named_parameters(self, *arguments, **keywords):
+        self.late = nn.Linear(8, 8)
+        return super().named_parameters(*arguments, **keywords)
+model, other = Net(), Unbuilt()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 losses = []
 for step in range(20):
