@@ -150,7 +150,8 @@ def test_a_model_that_answers_for_attributes_is_recorded_as_a_whole(
     tmp_path: Path, *, is_compiled: bool
 ) -> None:
     inner: Any = nn.Linear(8, 2)
-    model = PassesOn(torch.compile(inner, backend="eager") if is_compiled else inner)
+    compiled: Any = torch.compile(inner, backend="eager") if is_compiled else inner
+    model = PassesOn(compiled)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hook = Hook(tmp_path, config=EVERY_STEP)
     hook.watch(model, optimizer)
