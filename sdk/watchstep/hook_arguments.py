@@ -94,7 +94,7 @@ def first_step_of(step: Any) -> int:
         raise ConfigError(
             f"{FIRST_STEP}={text!r} is not a number", "unset it, or set the number of the first step"
         )
-    return checked_step(int(text))
+    return checked_step(int(text.lstrip("0")[:20] or "0"))  # Python converts no more than 4,300 digits
 
 
 def checked_step(step: Any) -> int:

@@ -131,6 +131,7 @@ def test_what_a_launch_continues_from(tmp_path: Path, monkeypatch: pytest.Monkey
         assert hook._recorder.step == 41
     with Hook(tmp_path, first_step=7) as hook:
         assert hook._recorder.step == 7
-    monkeypatch.setenv("WATCHSTEP_FIRST_STEP", "none")
-    with pytest.raises(ConfigError, match="WATCHSTEP_FIRST_STEP"):
-        Hook(tmp_path)
+    for invalid in ("none", "9" * 5000):
+        monkeypatch.setenv("WATCHSTEP_FIRST_STEP", invalid)
+        with pytest.raises(ConfigError, match=r"(?i)first_step"):
+            Hook(tmp_path)
