@@ -219,7 +219,7 @@ def pin_references(
     """
     compared = _compared(configs)
     if compared:
-        references = _read(store_of or _beside(run_store), compared, attempts, check_running)
+        references = _read(store_of or _siblings_of(run_store), compared, attempts, check_running)
         run_store.create(references_document(attempt), references.encode())
 
 
@@ -264,7 +264,7 @@ def current_references(run_store: Store, configs: Iterable[RuleConfig]) -> Pinne
             continue  # reported as a run without an attempt
         if recorded:
             attempts[run] = recorded[-1]
-    return _read(_beside(run_store), compared, attempts)
+    return _read(_siblings_of(run_store), compared, attempts)
 
 
 def references_of(
@@ -331,7 +331,7 @@ def saved_tensors_of(
         references: its references; by default the pinned ones, which are read when a rule needs them.
         store_of: returns the store of a reference run; by default all runs of a project are on one store.
     """
-    opener = _opener(run_store, attempt, references, store_of or _beside(run_store))
+    opener = _opener(run_store, attempt, references, store_of or _siblings_of(run_store))
     return SavedTensors(run_store, attempt, opener)
 
 
@@ -426,7 +426,7 @@ def _with_retries(
         return
 
 
-def _beside(run_store: Store) -> StoreOf:
+def _siblings_of(run_store: Store) -> StoreOf:
     return functools.partial(_store_of, run_store)
 
 

@@ -142,7 +142,7 @@ _Intake = int | Future[int | None]
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RunOrigin:
     """How a run is recorded.
 
     Attributes:
@@ -154,7 +154,7 @@ class Recorded:
     registered_by: str = ""
 
 
-RECORDED_BY_DEFAULT = Recorded()
+DEFAULT_ORIGIN = RunOrigin()
 
 
 def register(
@@ -163,7 +163,7 @@ def register(
     run: str,
     requested: tuple[RuleConfig, ...],
     origin: Origin,
-    recorded: Recorded = RECORDED_BY_DEFAULT,
+    source: RunOrigin = DEFAULT_ORIGIN,
 ) -> int:
     """Register a run with the owner's rules and the requested ones. Safe to repeat.
 
@@ -174,7 +174,7 @@ def register(
         requested: rule configs. An operator's replace the owner's of the same name; a recorder's inhibit nothing. They stop the job
             if an operator has allowed it (`runs.stops.allow`).
         origin: who requests it.
-        recorded: the store that it is recorded to, and who records it.
+        source: the store that it is recorded to, and who records it.
 
     Returns:
         The run's id in the database.
@@ -188,7 +188,7 @@ def register(
     layout.run_prefix(project, run)
     if origin == "recorder":
         check(requested)
-    store = NamedStore.of(recorded.store, project)
+    store = NamedStore.of(source.store, project)
     with service.database.write() as session:
         named = find_place(session, service, project, store)
         placed = named or find_project(session, project).placed
@@ -197,7 +197,7 @@ def register(
             "project": project, "run": run, "project_store_id": placed.id, "state": "created", "attempt": "", "epoch": 0, "lease_until_ns": 0,
             "cursor": "{}", "journal": 0, "ticks": 0, "last_step": -1, "control": ControlDocument().as_data(),
             "health": {}, "created_ns": now, "last_seen_ns": now, "listed_ns": 0, "hints": 0,
-            "registered_by": recorded.registered_by,
+            "registered_by": source.registered_by,
         }  # fmt: skip
         insert_missing(session, RunRow, values)
         row = session.execute(select(RunRow).filter_by(project=project, run=run)).scalar_one()
@@ -583,12 +583,12 @@ def _registered(service: Service, place: StorePlace, run: str, document: RunDocu
             fault = error
     problem = "" if fault is None else fault.what if isinstance(fault, WatchstepError) else str(fault)
     try:
-        run_id = register(service, project, run, requested, "recorder", Recorded(store))
+        run_id = register(service, project, run, requested, "recorder", RunOrigin(store))
     except Exception as error:
         if not requested:
             raise
         problem = f"its rules cannot be stored: {type(error).__name__}: {error}"
-        run_id = register(service, project, run, (), "recorder", Recorded(store))
+        run_id = register(service, project, run, (), "recorder", RunOrigin(store))
     if problem:
         _log.warning("%s", problem)
         with service.database.write() as session:

@@ -29,7 +29,7 @@ from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.models import RunRow, Token
 from watchstep_services.db.schema import upgrade
-from watchstep_services.runs.registration import Recorded, register
+from watchstep_services.runs.registration import RunOrigin, register
 
 ASKED = RunTokenRequest("vision", "mine")
 WAITING = (
@@ -52,7 +52,7 @@ def maker(database: Database, tmp_path: Path) -> AuthenticatedCaller:
     (tmp_path / "store").mkdir()
     driven = Driven(make_service(database, Store.open(tmp_path / "store")))
     token = create_token(database, "operator", "vision")
-    register(driven.service, "vision", "mine", (), "operator", Recorded(registered_by=id_of(token)))
+    register(driven.service, "vision", "mine", (), "operator", RunOrigin(registered_by=id_of(token)))
     caller = identify(database, token)
     assert caller is not None
     return caller

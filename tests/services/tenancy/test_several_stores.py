@@ -25,7 +25,7 @@ from watchstep_services.evaluation.journal import unwritten, write_journal
 from watchstep_services.retention import upkeep
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import QUIET_NS, advance_run, health_of, quiet_since
-from watchstep_services.runs.registration import Recorded, discover_runs, register
+from watchstep_services.runs.registration import RunOrigin, discover_runs, register
 from watchstep_services.tenancy import (
     ConflictError,
     StoreNotAllowedError,
@@ -105,7 +105,7 @@ def test_a_store_is_named_by_its_url_and_a_bucket_must_be_registered(
     service = driven_sqlite.service
 
     def place(run: str, url: str) -> str:
-        run_id = register(service, PROJECT, run, (), "recorder", Recorded(url))
+        run_id = register(service, PROJECT, run, (), "recorder", RunOrigin(url))
         with service.database.read() as session:
             return session.get_one(RunRow, run_id).place.location
 
@@ -165,7 +165,7 @@ def test_a_run_is_quiet_if_nothing_of_it_was_evaluated_for_thirty_seconds(
 @pytest.mark.parametrize("url", ["s3://[", "/a\0b", "file:///a%00b", "http://a/b"])
 def test_a_store_that_is_no_url_is_refused(driven_sqlite: Driven, url: str) -> None:
     with pytest.raises(ConfigError, match="store"):
-        register(driven_sqlite.service, PROJECT, "run-9", (), "recorder", Recorded(url))
+        register(driven_sqlite.service, PROJECT, "run-9", (), "recorder", RunOrigin(url))
 
 
 def test_a_named_folder_is_looked_up_while_others_may_write(
@@ -184,8 +184,8 @@ def test_a_named_folder_is_looked_up_while_others_may_write(
             connection.execute("BEGIN IMMEDIATE")  # raises if a transaction waits for the disk
         return realpath(path, strict=strict)
 
-    register(service, PROJECT, "run-7", (), "recorder", Recorded(str(tmp_path / "link")))
+    register(service, PROJECT, "run-7", (), "recorder", RunOrigin(str(tmp_path / "link")))
     monkeypatch.setattr(os.path, "realpath", slow)
     for number, url in enumerate((str(tmp_path / "link"), "/net/elsewhere/runs", folder_store.location)):
-        register(service, PROJECT, f"run-{number}", (), "recorder", Recorded(url))
+        register(service, PROJECT, f"run-{number}", (), "recorder", RunOrigin(url))
     assert looked_up == [str(tmp_path / "link"), "/net/elsewhere/runs", folder_store.location]

@@ -82,13 +82,13 @@ class RunStore:
         self.gate.check(f"store {self._url}")  # opening one may create its folder
         service = self._service if self._service is not None and self._service.is_located else None
         if service is not None and self._asks and not self.identity.is_known:
-            self._ask(service)
+            self._request_id(service)
         opened = open_recorded(
             self._url, (*self._run, attempt), service, self._health.fault, identity=self.identity
         )
         return opened.child(run_prefix(*self._run)).gated(self.gate)
 
-    def _ask(self, service: ServiceClient) -> None:
+    def _request_id(self, service: ServiceClient) -> None:
         """Register the run before its store is opened for the first time, because no launch has passed the store's id.
 
         A folder without a marker may be the mount point of a store that the service knows. A service that does not answer is asked

@@ -44,7 +44,7 @@ from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import AlertRow, Attempt, BoundJobRow, RunRow
 from watchstep_services.runs import registration
 from watchstep_services.runs.lifecycle import health_of, quiet_since
-from watchstep_services.runs.registration import Recorded, bind_job, register
+from watchstep_services.runs.registration import RunOrigin, bind_job, register
 from watchstep_services.runs.rule_configs import Origin
 from watchstep_services.runs.stops import StopRequester, allow, request_stop
 from watchstep_services.service.context import Service
@@ -84,8 +84,8 @@ def register_run(
         rules = slots.checked_rules(project, body.rules)
     job = _handle(body.job) if body.job is not None else None  # refused before anything is written
     origin: Origin = "operator" if operator else "recorder"
-    recorded = Recorded(body.store, caller.token if operator else "")
-    run_id = register(service, project, body.run, rules, origin, recorded)
+    source = RunOrigin(body.store, caller.token if operator else "")
+    run_id = register(service, project, body.run, rules, origin, source)
     if body.allow_stop:
         _allow(service, project, rules, caller.who, body.allow_stop)
     if job is not None:
