@@ -303,7 +303,7 @@ class Hook:
         launch = LaunchState.from_environment(self._health)
         self._recorder.launched_unverified = not launch.verified
         self._service = self._service_client(address, launch)
-        self._run_store.follow(self._service)
+        self._run_store.follow(self._service, self.config.bounds.close_seconds)
         self._mirror = self._make_mirror(mirrored)
         if rules_here is not None:
             self._set_up("guard", lambda: rules_here.attach(self))

@@ -193,16 +193,17 @@ class ServiceClient:
         self._transport = Transport(address, _TIMEOUT_SECONDS, bounds_request=True, tries=1)
         return True
 
-    def register(self, registration: Mapping[str, Any]) -> dict[str, Any]:
+    def register(self, registration: Mapping[str, Any], *, seconds: float | None = None) -> dict[str, Any]:
         """Register a run, with its rules and job.
 
         Args:
             registration: the body of ``POST /v1/projects/{project}/runs``.
+            seconds: timeout, by default that of every request.
 
         Raises:
             ServiceError: the service refuses, or does not answer.
         """
-        answer = self._post(self._runs, registration)
+        answer = self._post(self._runs, registration, seconds=seconds)
         self.is_registered = True
         page_url = answer.get("page_url")
         if isinstance(page_url, str) and page_url.startswith(_PAGES) and len(page_url) <= _MAX_PAGE_URL:

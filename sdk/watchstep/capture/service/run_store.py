@@ -17,6 +17,8 @@ from watchstep.format.layout import run_prefix
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, WriteGate
 
+_PATIENCE_SECONDS = 2.0
+
 
 def require_store(identity: StoreIdentity, own_url: str, url: str, id: str) -> bool:  # noqa: A002 - what it is
     """Treat every other store than the service's as an outage, if both are at the same path. Returns whether that is new.
@@ -65,11 +67,18 @@ class RunStore:
         self._rules = list(rules)
         self._health = health
         self._service: ServiceClient | None = None
+        self._patience = _PATIENCE_SECONDS
         self._asks = local_folder(url) is not None
 
-    def follow(self, service: ServiceClient | None) -> None:
-        """Treat every other store than the one that this service names as an outage."""
+    def follow(self, service: ServiceClient | None, close_seconds: float) -> None:
+        """Treat every other store than the one that this service names as an outage.
+
+        Args:
+            service: the service; None if there is none.
+            close_seconds: how long the end of the recording may take, of which a service that hangs may take a half.
+        """
         self._service = service
+        self._patience = min(_PATIENCE_SECONDS, close_seconds / 2)
         if service is not None:
             service.on_store = self._named
 
@@ -91,12 +100,14 @@ class RunStore:
     def _request_id(self, service: ServiceClient) -> None:
         """Register the run before its store is opened for the first time, because no launch has passed the store's id.
 
-        A folder without a marker may be the mount point of a store that the service knows. A service that does not answer is asked
-        once: the announcer registers the run when it answers.
+        The folder may be the mount point of a store that the service knows. Nothing waits long for a service that does not answer: the
+        announcer registers the run when it answers, and the recorder then waits for the store that it names.
         """
         self._asks = False
         try:
-            service.register({"run": self._run[1], "rules": self._rules, "store": self._url})
+            service.register(
+                {"run": self._run[1], "rules": self._rules, "store": self._url}, seconds=self._patience
+            )
         except ServiceError as error:
             self._health.fault("service", error)
 
