@@ -234,9 +234,9 @@ def test_torchrun_records_one_worker_a_rank(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(
         PROGRAM.replace(
-            "model = Net()",
+            "model, other = Net(), Unbuilt()",
             "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
-            "model = nn.parallel.DistributedDataParallel(Net())",
+            "model, other = nn.parallel.DistributedDataParallel(Net()), Unbuilt()",
         )
         + "dist.destroy_process_group()\n"
     )

@@ -47,7 +47,10 @@ def test_the_fingerprint_of_an_alert_does_not_change() -> None:
 
 def test_what_is_known_of_a_run_goes_with_it_and_the_log_stays(database: Database) -> None:
     write(database, columns(database, "projects", {"name": "vision"}))
-    write(database, columns(database, "runs", {"id": 1, "project": "vision", "run": "night"}))
+    write(database, columns(database, "stores", {"id": 1}))
+    write(database, columns(database, "project_stores", {"id": 1, "project": "vision", "store_id": 1}))
+    run = {"id": 1, "project": "vision", "run": "night", "project_store_id": 1}
+    write(database, columns(database, "runs", run))
     write(database, columns(database, "alert_instances", {"id": 1, "run_id": 1, "fingerprint": "f"}))
     write(database, columns(database, "alert_groups", {"id": 1, "project": "vision", "run_id": 1}))
     write(database, columns(database, "alert_group_members", {"group_id": 1, "instance_id": 1}))

@@ -12,7 +12,7 @@ from watchstep.errors import ConfigError
 from watchstep_services.db.engine import Database, insert_missing, open_database
 from watchstep_services.db.models import Project
 
-ROW = {"name": "vision", "description": "images", "listed_ns": 0}
+ROW = {"name": "vision", "description": "images"}
 
 
 def test_a_row_is_inserted_once(database: Database) -> None:

@@ -138,10 +138,11 @@ def gradients_are_scaled(optimizer: Optimizer) -> bool:
 def _reporting(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def call(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        scale = internals.scale_of(self)
-        if torch.compiler.is_compiling() or not _listeners or not self.is_enabled() or scale is None:
+        if torch.compiler.is_compiling() or not _listeners or not isinstance(optimizer, Optimizer):
             return step(self, optimizer, *args, **kwargs)
-        if not isinstance(optimizer, Optimizer):
+        # A scaler that is not enabled has no scale: that is no fault of PyTorch.
+        scale = internals.scale_of(self) if self.is_enabled() else None
+        if scale is None:
             return step(self, optimizer, *args, **kwargs)
         for reference in tuple(_listeners):  # it may change meanwhile
             if (listener := reference()) is not None:

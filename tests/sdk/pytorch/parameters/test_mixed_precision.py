@@ -290,6 +290,15 @@ def test_two_optimizers_of_one_scaler(tmp_path: Path) -> None:
     assert run.tensor("3.weight:gradient").steps() == [0, 2, 3]
 
 
+def test_a_scaler_that_is_not_enabled_has_no_scale_to_record(tmp_path: Path) -> None:
+    training = Scaled(scale=None)
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    hook.watch(training.model, training.updates)
+    training.run(2)
+    hook.close()
+    assert hook.health["notes"] == {}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activations_under_autocast_are_recorded_once_in_their_type(
     dtype: torch.dtype, tmp_path: Path
