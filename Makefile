@@ -1,4 +1,4 @@
-# The two commands: `make demo` shows the whole way, `make test` runs every check but those that take long.
+# The two commands: `make demo` shows the whole way, `make test` runs the checks of each commit.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ INSTALL := PYTHON=$(PYTHON) infra/environment.sh
 # Compiling the tests anew in each process, with their asserts rewritten, takes 10 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo page test test-web test-slow test-laws test-faults test-stores test-frameworks test-life lint bench bench-service bench-frameworks docs client wheel lock matrix clean
+.PHONY: demo page environments test test-ci test-release test-web test-faults test-stores test-frameworks test-life lint bench bench-service bench-frameworks docs client wheel lock matrix clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -65,12 +65,13 @@ test-web: $(STAMP) $(PAGE)
 	$(WEB) test
 	$(SUITE) test-web $(SUITE_ARGS)
 
-# Compilers, production's processes, a small campaign of kills: some minutes.
-test-slow: $(STAMP)
-	$(SUITE) test-slow $(SUITE_ARGS)
+# The second tier of tests: they take long, or need processes, PostgreSQL or a framework of the main environment.
+test-ci: $(STAMP) $(PAGE)
+	$(SUITE) test-ci $(SUITE_ARGS)
 
-# What holds of every rule, however a run is split, and of figures, on more examples.
-test-laws: $(STAMP)
+# The third tier: compilers, campaigns, fuzzing, and laws on more examples. Half an hour, before a release.
+test-release: $(STAMP) $(PAGE)
+	$(SUITE) test-release $(SUITE_ARGS)
 	$(SUITE) test-laws $(SUITE_ARGS)
 
 # Stores and disks that fail, processes that are ended in every way: a minute or two.
@@ -136,6 +137,9 @@ CLIENT := build/client-env
 $(CLIENT)/.installed: requirements/client.txt
 	$(INSTALL) $(CLIENT) -r requirements/client.txt
 	touch $@
+
+# All that `.ci/run` needs, installed one after the other.
+environments: $(STAMP) $(PAGE) $(FRAMEWORKS)/.installed $(STORES)/.installed $(AZURITE)/.installed $(DOCS)/.installed $(CLIENT)/.installed
 
 client: $(CLIENT)/.installed
 	$(CLIENT)/bin/python infra/client.py

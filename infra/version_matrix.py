@@ -171,7 +171,7 @@ def run(row: Row, folder: Path, *, keeps: bool) -> Result:
             "-p",
             "no:cacheprovider",
             "-m",
-            "not slow",
+            "not release",
             "--tb=short",
         ]
         log = folder / f"{row.name}.log"

@@ -16,6 +16,10 @@ from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.schema import upgrade
 
 
+# Tests on PostgreSQL, which takes the longest to start and to copy, are of the second tier.
+DATABASES = ["sqlite", pytest.param("postgresql", marks=pytest.mark.ci)]
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
     with running_postgres() as server:
@@ -45,7 +49,7 @@ def _make_tables(url: str) -> None:
     database.close()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=DATABASES)
 def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
     """Each kind of database in turn, without tables."""
     if request.param == "sqlite":
@@ -60,7 +64,7 @@ def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[D
         database.close()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=DATABASES)
 def database(request: pytest.FixtureRequest) -> Iterator[Database]:
     """Each kind of database in turn, with tables."""
     if request.param == "sqlite":

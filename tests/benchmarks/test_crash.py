@@ -11,7 +11,7 @@ from benchmarks.crash.__main__ import report_of
 from benchmarks.crash.campaign import Wanted, running
 from benchmarks.crash.trainings import KINDS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 
 @pytest.mark.timeout(540)  # on a machine that does much else, everything starts slowly, again and again

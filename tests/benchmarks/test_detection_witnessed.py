@@ -145,7 +145,7 @@ def test_a_program_is_recorded_judged_and_witnessed() -> None:
     assert not [alarm for alarm in sound.alarms if alarm.severity == "critical"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("name", "shown"), [("nan_in_a_column", True), ("division_by_zero", False)])
 def test_alarms_of_held_out_programs_are_not_printed(
     name: str, shown: bool, capfd: pytest.CaptureFixture[str]

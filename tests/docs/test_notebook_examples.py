@@ -10,7 +10,7 @@ from tests.docs.test_docs import PAGES, blocks
 from tests.launch.beside import end_service_of
 from tests.notebook import Notebook
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import S3
 from watchstep import open_run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 CAPTURE = """\
 collections:

@@ -368,7 +368,7 @@ class Restarting:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_every_launch_trains_to_its_end_while_the_service_restarts(tmp_path: Path, rules: Path) -> None:
     store, numbers = tmp_path / "store", random.Random(5)
     names = [f"r{number}" for number in range(12)]

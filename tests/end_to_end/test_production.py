@@ -23,7 +23,7 @@ from watchstep.format.control import ControlDocument
 from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.end_to_end.test_wrappers import BIN, WRAPPERS
 from tests.services.jobs import eventually
 from watchstep import open_run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 SECONDS = 120.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.estimator.launches import PROGRAM, Place, launch, place
 from watchstep_launch import Estimator, Local
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 BIN = Path(sys.executable).parent
 WRAPPERS = {

@@ -110,7 +110,28 @@ def test_the_slowest_tests_come_first() -> None:
     assert lines[0].endswith("test_29")
 
 
-def test_slow_tests_are_found_by_their_mark() -> None:
-    files = suite.marked_files("slow")
-    assert "tests/services/api/test_fuzz.py" in files
-    assert "tests/sdk/format/test_statistics.py" not in files
+def test_a_tier_collects_only_what_may_have_a_test_of_it() -> None:
+    crash, production = "tests/benchmarks/test_crash.py", "tests/end_to_end/test_production.py"
+    statistics, database = "tests/sdk/format/test_statistics.py", "tests/services/db/test_engine.py"
+    suites = suite.suites()
+    chosen = {
+        name: set(suites[name].arguments) & {crash, production, statistics, database} for name in suites
+    }
+    assert chosen["test"] == {crash, production}  # ignored
+    assert chosen["test-ci"] == {production, database}
+    assert chosen["test-release"] == {crash}
+
+
+def test_a_report_names_suites_reasons_of_skips_and_what_needed_another_run(
+    small: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CI_REPORTS", str(tmp_path / "reports"))
+    monkeypatch.setattr(suite, "suites", lambda: {"small": small})
+    with (tmp_path / "test_small.py").open("a", encoding="utf-8") as file:
+        file.write("\n\ndef test_needs_more():\n    import pytest\n    pytest.skip('no GPU')\n")
+    assert suite.main(["small", "-k", "not fails"]) == 0
+    assert suite.main(["report"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].split()[:2] == ["small", "2"]
+    assert lines[-2] == "skipped 1: no GPU"
+    assert lines[-1] == "passed only when run once more: none"

@@ -17,7 +17,7 @@ import pytest
 import watchstep
 from infra import wheels
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 KERNEL = "watchstep/kernels/native/_statistics.so"
 E_MACHINE = {"x86_64": 62, "aarch64": 183}

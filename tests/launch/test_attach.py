@@ -208,7 +208,7 @@ def of_cluster(tmp_path: Path) -> Iterator[Path]:
     end_service_of(tmp_path / "store")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_job_that_was_given_to_slurm_is_stopped_by_the_rule_that_was_attached(
     slurm: SlurmCluster, of_cluster: Path
 ) -> None:

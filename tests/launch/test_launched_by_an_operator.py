@@ -18,7 +18,7 @@ from watchstep_services.auth import create_token, id_of
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 SECONDS = 180.0
 PROGRAM = """

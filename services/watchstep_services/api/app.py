@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from anyio import CapacityLimiter
 from fastapi import FastAPI
+from starlette.routing import BaseRoute
 
 from watchstep_services.api import openapi
 from watchstep_services.api.middleware import policies
@@ -96,17 +99,7 @@ ROUTERS = (
 
 def create_app(service: Service) -> FastAPI:
     """Create the API of a service. Every route is refused unless its policy permits the token (`access.Gate`)."""
-    app = FastAPI(
-        title="Watchstep",
-        description="Evaluates recorded training runs, manages alerts, stops jobs.",
-        version="1",
-        openapi_url=None,  # `document` installs the OpenAPI document and its pages
-        redirect_slashes=False,
-        responses=problems.PROBLEMS,
-        generate_unique_id_function=openapi.operation_id,
-        # Client generators give a pair `X-Input` and `X-Output` the same name, and drop the operations of one of them.
-        separate_input_output_schemas=False,
-    )
+    app = _without_routes()
     app.state.service = service
     app.state.queries = Queries.of(service)
     app.state.work_slots = WorkSlots.of_process()
@@ -115,9 +108,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.connections = Connections(service.settings)
     problems.install(app)
     openapi.install_conventions(app)
-    for router in ROUTERS:
-        policies.describe(router)
-        app.include_router(router, dependencies=policies.documented(router, document_token))
+    app.router.routes.extend(_routes())
     included = len(app.routes)
     openapi.install_document(app)
     install_page(
@@ -131,3 +122,30 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(UniformResponses)
     app.add_middleware(Observed)
     return app
+
+
+def _without_routes() -> FastAPI:
+    return FastAPI(
+        title="Watchstep",
+        description="Evaluates recorded training runs, manages alerts, stops jobs.",
+        version="1",
+        openapi_url=None,  # `document` installs the OpenAPI document and its pages
+        redirect_slashes=False,
+        responses=problems.PROBLEMS,
+        generate_unique_id_function=openapi.operation_id,
+        # Client generators give a pair `X-Input` and `X-Output` the same name, and drop the operations of one of them.
+        separate_input_output_schemas=False,
+    )
+
+
+@cache
+def _routes() -> tuple[BaseRoute, ...]:
+    """Return the routes of all routers. Applications of a process share them: to build them takes a second."""
+    app = _without_routes()
+    for router in ROUTERS:
+        policies.describe(router)
+        app.include_router(router, dependencies=policies.documented(router, document_token))
+    for route in app.router.routes:
+        # FastAPI builds the routes of a router when it first matches a request, which a client would wait for.
+        route.matches({"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []})
+    return tuple(app.router.routes)

@@ -33,7 +33,7 @@ from watchstep_services.core.store_location import StorePlace
 from watchstep_services.serve.embedded import EmbeddedService
 from watchstep_services.stores.role import ScopedCredentials, scoped_credentials
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 ROLE = "arn:aws:iam::123456789012:role/watchstep"
 STORE = "s3://runs/tenants"

@@ -27,7 +27,7 @@ from watchstep_launch.job import ENDED
 from watchstep_services.auth import create_token
 from watchstep_services.db.engine import open_database
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture

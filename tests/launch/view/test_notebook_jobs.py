@@ -10,7 +10,7 @@ import pytest
 from tests.notebook import Message, Notebook, stream
 from watchstep_launch import Local
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 PROGRAM = """
 import math, sys, time

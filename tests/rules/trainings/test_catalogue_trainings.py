@@ -36,7 +36,7 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.signals.baseline import merge_summaries
 from watchstep_rules.signals.reference import reference_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 

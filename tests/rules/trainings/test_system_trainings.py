@@ -15,7 +15,7 @@ from watchstep.format.system_figures import DATA_WAIT, INITIALIZATION_SECONDS, M
 from watchstep_rules.config.rule_config import RuleConfig
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.release,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 

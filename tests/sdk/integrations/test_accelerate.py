@@ -133,7 +133,7 @@ assert not hook.health["faults"], hook.health["faults"]
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ranks_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(_RANKS)

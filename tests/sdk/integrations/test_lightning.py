@@ -242,7 +242,7 @@ assert not callback.hook.health["faults"], callback.hook.health["faults"]
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ranks_that_lightning_launches_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(_RANKS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.ci,
     pytest.mark.filterwarnings(
         # The DataLoader that the Trainer makes asks for pinned memory, and there is no accelerator.
         "ignore:'pin_memory' argument is set as true:UserWarning"

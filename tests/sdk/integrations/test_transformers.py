@@ -25,7 +25,7 @@ transformers: Any = pytest.importorskip(
 from watchstep.integrations.transformers import WatchstepCallback  # noqa: E402 - it needs transformers
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.ci,
     pytest.mark.filterwarnings(
         # The DataLoader that the Trainer makes asks for pinned memory, and there is no accelerator.
         "ignore:'pin_memory' argument is set as true:UserWarning"
@@ -206,7 +206,7 @@ assert not callback.hook.health["faults"], callback.hook.health["faults"]
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ranks_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(_RANKS)

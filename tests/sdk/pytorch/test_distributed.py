@@ -14,7 +14,7 @@ from torch import nn
 
 from watchstep import Hook, Run, open_run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 PROGRAM = """
 import os, sys

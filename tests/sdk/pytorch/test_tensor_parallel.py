@@ -12,7 +12,7 @@ import pytest
 
 from watchstep import open_run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 PROGRAM = """
 import sys

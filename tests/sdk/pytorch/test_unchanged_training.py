@@ -107,7 +107,7 @@ BACKENDS = [
         "inductor",
         marks=[
             pytest.mark.compiler,
-            pytest.mark.slow,
+            pytest.mark.release,
             pytest.mark.skipif(
                 shutil.which("g++") is None, reason="torch.compile's inductor needs a C++ compiler"
             ),

@@ -9,7 +9,7 @@ import torch
 
 from watchstep.trace import Tracer, diagnose
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 SMALL = {
     "num_attention_heads": 2,

@@ -9,7 +9,7 @@ from tests.services.driving import Driven
 from watchstep.store.store import Store
 from watchstep_services.auth import create_token
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 EXAMPLES = 1
 

@@ -17,7 +17,7 @@ from watchstep_services.checks import check_queues
 from watchstep_services.core.settings import load_settings
 from watchstep_services.scheduler.celery_client import QUEUE, URGENT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture(scope="module")

@@ -283,7 +283,7 @@ def test_serve_prints_the_actions_of_rules_and_failed_rules(tmp_path: Path) -> N
     assert shown.stdout.startswith("vision/well: no alert has fired\nerror: rule mine cannot be evaluated: ")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_serve_reports_an_empty_rule_file(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("rules: []")

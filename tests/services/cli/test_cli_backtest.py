@@ -15,7 +15,7 @@ from watchstep_services.core.settings import settings_for
 from watchstep_services.runs.registration import register
 from watchstep_services.serve.embedded import EmbeddedService
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tests.sdk.reading.stored import small_run
 from tests.services.cli.command_line import run_command
 from watchstep.format.documents import AttemptDocument, encode
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture

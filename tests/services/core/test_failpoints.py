@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, select, update
 
+from tests.service_fixtures import DATABASES
 from tests.services.announcing import announcing
 from tests.services.dispatch.receiver import Receiver, receiving
 from tests.services.driving import Driven, make_service
@@ -160,7 +161,7 @@ class Place:
     receiver: Receiver
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+@pytest.fixture(scope="module", params=DATABASES)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("points")
     with ExitStack() as stack:

@@ -50,7 +50,7 @@ def test_a_broker_that_takes_connections_and_says_nothing_is_not_waited_for() ->
         celery.close()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_broker_that_was_started_again_is_asked_again() -> None:
     with running_redis() as first:
         celery = make_celery(load_settings(broker_url=first.url))

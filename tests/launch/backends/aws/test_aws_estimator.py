@@ -25,7 +25,7 @@ from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
 from watchstep_launch import AwsBatch, Estimator, Job, SageMaker
 from watchstep_rules import non_finite_values
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 SECONDS = 180.0
 

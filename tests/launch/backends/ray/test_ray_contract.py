@@ -10,7 +10,7 @@ from tests.launch.backends.backend_contract import Bench
 from tests.launch.backends.ray.ray_cluster import RayCluster
 from watchstep_launch.backends.ray.backend import Ray
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture

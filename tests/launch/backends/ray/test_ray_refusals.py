@@ -15,7 +15,7 @@ from tests.services.jobs import eventually
 from watchstep_launch.backend import JobNotFoundError, Launch, SubmissionRejectedError
 from watchstep_launch.backends.ray.backend import Ray
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 SECONDS = 120.0
 

@@ -65,7 +65,7 @@ def submitted(place: Path, user: int) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_job_of_another_user_is_refused_and_left_alone(slurm: SlurmCluster, open_place: Path) -> None:
     theirs, ours = submitted(open_place, 0), submitted(open_place, NOBODY)
     words = [

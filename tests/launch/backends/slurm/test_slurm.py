@@ -22,7 +22,7 @@ from watchstep.wrapper.environment import LAUNCHED
 from watchstep_launch.backend import BackendDownError, Launch, SubmissionRejectedError
 from watchstep_launch.backends.slurm.backend import Slurm
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from tests.launch.backends.backend_contract import Bench
 from tests.launch.backends.slurm.slurm_cluster import SlurmCluster
 from watchstep_launch.backends.slurm.backend import Slurm
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture

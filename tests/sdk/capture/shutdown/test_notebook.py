@@ -71,7 +71,7 @@ def test_a_cell_that_is_run_again_ends_what_it_left_open_and_a_kernel_ends_the_r
         assert ended(runs / name) == words
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_training_that_is_run_again_retains_no_earlier_model(notebook: Notebook, tmp_path: Path) -> None:
     notebook.text("models = []")
     outputs = [notebook.text(TRAINING).split() for _ in range(3)]

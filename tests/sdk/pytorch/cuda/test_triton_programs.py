@@ -19,7 +19,7 @@ from tests.sdk.reference import exact_row
 from watchstep.format.statistics import StatisticsBatch
 from watchstep.pytorch.kernel import device_tensors
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32}

@@ -15,7 +15,7 @@ import torch
 from tests.sdk.capture.saved_rows import assert_one_for_each_object, assert_steps_never_go_back
 from watchstep import Run, open_run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 PROGRAM = """
 import os, sys
