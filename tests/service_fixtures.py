@@ -15,7 +15,6 @@ from watchstep.store.store import Store
 from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.schema import upgrade
 
-
 # Tests on PostgreSQL, which takes the longest to start and to copy, are of the second tier.
 DATABASES = ["sqlite", pytest.param("postgresql", marks=pytest.mark.ci)]
 
