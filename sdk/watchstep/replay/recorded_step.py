@@ -131,6 +131,10 @@ class RecordedStep:
         except ValueError as error:
             raise FormatError(f"bundle {self.bundle.name}: {name!r}: {error}", _HINT) from error
 
+    def has_batch(self, number: int) -> bool:
+        """Return whether a data loader yielded the batch of a micro-batch, or the program named it."""
+        return "batch" in self.bundle.document.micro_batches[number]
+
     def batch(self, number: int) -> Any:
         """Return the batch of a micro-batch, as `ReplayStep.loss` gets it.
 
@@ -140,7 +144,7 @@ class RecordedStep:
         """
         self._source.clear()  # each pass gets its own: the program may change them
         recorded = self.bundle.document.micro_batches[number]
-        if "batch" in recorded:
+        if self.has_batch(number):
             return self._value(recorded["batch"], f"the batch of micro-batch {number}", _BATCH_HINT)
         if "arguments" not in recorded:
             raise ConfigError(

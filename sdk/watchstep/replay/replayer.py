@@ -362,7 +362,16 @@ class _Replay:
                 recorded.begin_micro_batch(number)
             for module in self._observed_modules(number):
                 stack.callback(module.register_forward_pre_hook(begin_pass).remove)
-            loss = self._step.loss(self._model, batch)
+            try:
+                loss = self._step.loss(self._model, batch)
+            except Exception as error:
+                if has_begun or recorded.has_batch(number):
+                    raise
+                raise ConfigError(
+                    f"ReplayStep.loss raised {type(error).__name__} before it called the model: {error}; the program has not named its batch, so "
+                    f"that it gets the arguments of the model: {_shown(batch)}",
+                    "call hook.batch((inputs, labels)) before each forward pass of the program, and record again; or let ReplayStep.loss take the arguments",
+                ) from error
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ConfigError(
                     f"ReplayStep.loss returned {type(loss).__name__}",
@@ -677,6 +686,17 @@ def _unobserved() -> Iterator[None]:
         yield
     finally:
         own_work.depth -= 1
+
+
+def _shown(batch: Any) -> str:
+    """Return the structure of a batch in words."""
+    if isinstance(batch, Tensor):
+        return f"a {str(batch.dtype).removeprefix('torch.')} tensor of shape {list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_shown(value)}" for key, value in batch.items()) + "}"
+    if isinstance(batch, list | tuple):
+        return f"({', '.join(map(_shown, batch))})"
+    return type(batch).__name__
 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:

@@ -258,3 +258,28 @@ def test_two_ranks_replay_bit_for_bit(tmp_path: Path) -> None:
     assert replayed.stdout.count("reproduced: yes, bit for bit") == 2, replayed.stderr
     assert "worker 0: the failing step" in replayed.stdout
     assert "worker 1: the failing step" in replayed.stdout
+
+
+def test_a_program_whose_batch_was_not_named_is_told_what_the_bundle_has(tmp_path: Path) -> None:
+    import torch
+    from torch import nn
+
+    from watchstep.replay import ReplayStep, replay
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, labels = batch
+        return nn.functional.mse_loss(model(inputs), labels)
+
+    with Hook(tmp_path, run="r") as hook:
+        hook.watch(model, optimizer)
+        for _ in range(2):
+            loss(model, (torch.ones(3, 4), torch.full((3, 2), torch.nan))).backward()
+            optimizer.step()
+    bundle = bundles_of(Store.open(hook.run_url))["gate"]
+    with pytest.raises(
+        ConfigError, match=r"ReplayStep.loss raised ValueError .* a float32 tensor of shape \[3, 4\]"
+    ):
+        replay(bundle, ReplayStep(nn.Linear(4, 2), loss))
