@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
@@ -15,6 +13,7 @@ import pytest
 from docs.default_sources import SOURCES
 from docs.tables import FOLDER
 from tests.docs.test_docs import ROOT
+from tests.processes import run_python
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.registry import RULES
 
@@ -113,8 +112,8 @@ def test_the_names_of_a_package_are_loaded_when_they_are_used() -> None:
         "heavy = {'numpy', 'pyarrow', 'torch', 'pydantic', 'obstore', 'urllib3'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    output = run_python("-c", program)
+    assert output == "[]\n"
 
 
 # Sources of defaults

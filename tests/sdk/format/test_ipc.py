@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import struct
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.processes import run_python
 from tests.sdk.format.messages import COLUMNS, ROWS, A, B, Slots, batch, compressed, schema_metadata
 from watchstep.errors import FormatError
 from watchstep.format import ipc, segment
@@ -473,5 +472,4 @@ assert "pandas" not in sys.modules and "pyarrow.compute" not in sys.modules, "im
 
 def test_a_segment_needs_no_pandas() -> None:
     pytest.importorskip("pandas")
-    done = subprocess.run([sys.executable, "-c", _SEGMENT], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", _SEGMENT)
