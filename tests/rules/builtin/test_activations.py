@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 
 from tests.rules.recording import evaluate_training
-from tests.rules.runs import all_at_once, in_steps, norms, steps_of
+from tests.rules.runs import all_at_once, first_message, in_steps, norms, steps_of
 from tests.rules.trainings.parts import Task
 from tests.sdk.format.blocks import Row, tensor
 from watchstep import CaptureConfig, Hook
@@ -207,10 +207,7 @@ def test_a_critic_that_becomes_flat_as_returns_grow_is_fine(part: str, is_found:
 
 
 def test_the_finding_of_a_saturated_layer_states_the_slope() -> None:
-    outcome = all_at_once(
-        RuleConfig(rule="saturated_activation"), in_steps(bounded_layer([[0.99, -0.99]] * 3), HEAD)
-    )
-    assert outcome.findings[0].message == (
+    assert first_message("saturated_activation", in_steps(bounded_layer([[0.99, -0.99]] * 3), HEAD)) == (
         "act:output has 0.02 of its greatest slope, below 0.1 for 3 records in a row"
     )
 
@@ -256,6 +253,11 @@ def test_the_output_of_a_model_is_no_gate() -> None:
 
 STEPS = 160
 Each = Callable[[int, nn.Sequential], None]
+Make = Callable[[nn.Sequential], None]
+
+
+def unchanged(_: nn.Sequential) -> None:
+    """As it is made."""
 
 
 def nothing(step: int, model: nn.Sequential) -> None:
@@ -266,7 +268,7 @@ def never_in_training(step: int, model: nn.Sequential) -> None:
     model.eval()
 
 
-def trained(hook: Hook, each: Each, make: Callable[[nn.Sequential], None] = lambda _: None) -> None:
+def trained(hook: Hook, each: Each, make: Make = unchanged) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
     make(model)
@@ -279,48 +281,46 @@ def trained(hook: Hook, each: Each, make: Callable[[nn.Sequential], None] = lamb
         optimizer.step()
 
 
-def frozen_findings(
-    folder: Path, each: Each = nothing, make: Callable[[nn.Sequential], None] = lambda _: None
+def messages(
+    folder: Path, each: Each = nothing, make: Make = unchanged, rule: str = "frozen_batch_norm"
 ) -> dict[int, str]:
-    findings = evaluate_training(
-        lambda hook: trained(hook, each, make), "frozen_batch_norm", folder, config=CaptureConfig()
-    )
+    """What a rule reports of a training, by step."""
+    findings = evaluate_training(lambda hook: trained(hook, each, make), rule, folder, config=CaptureConfig())
     return {finding.step: finding.message for finding in findings}
 
 
-def messages_by_step(
-    folder: Path, each: Each, make: Callable[[nn.Sequential], None] = lambda _: None
-) -> dict[int, str]:
-    findings = evaluate_training(
-        lambda hook: trained(hook, each, make), "running_statistics_frozen", folder, config=CaptureConfig()
-    )
-    return {finding.step: finding.message for finding in findings}
+def in_evaluation_mode_from_step_60(step: int, model: nn.Sequential) -> None:
+    model.train(step < 60)
 
 
-def test_a_model_that_is_never_in_training_mode(tmp_path: Path) -> None:
-    findings = frozen_findings(tmp_path, never_in_training)
-    assert min(findings) == 25
-    assert findings[25] == (
-        "1 learns while the whole model is in evaluation mode, and 1.running_var is 1 everywhere, its initial value, at 2 records in a row"
-    )
+def momentum_of_zero(model: nn.Sequential) -> None:
+    model[1] = nn.BatchNorm1d(16, momentum=0.0)
 
 
-def test_train_that_is_forgotten_after_an_evaluation(tmp_path: Path) -> None:
-    def forgets(step: int, model: nn.Sequential) -> None:
-        model.train(step < 60)
-
-    findings = frozen_findings(tmp_path, forgets)
-    assert min(findings) == 100
-    assert "1 learns while the whole model is in evaluation mode" in findings[100]
-
-
-def test_a_momentum_of_zero(tmp_path: Path) -> None:
-    def make(model: nn.Sequential) -> None:
-        model[1] = nn.BatchNorm1d(16, momentum=0.0)
-
-    findings = frozen_findings(tmp_path, make=make)
-    assert min(findings) == 50
-    assert "1 has processed 51 batches, and 1.running_var is 1 everywhere" in findings[50]
+@pytest.mark.parametrize(
+    ("each", "make", "first", "words"),
+    [
+        (
+            never_in_training,
+            unchanged,
+            25,
+            "1 learns while the whole model is in evaluation mode, and 1.running_var is 1 everywhere, its initial value, at 2 records in a row",
+        ),
+        (
+            in_evaluation_mode_from_step_60,
+            unchanged,
+            100,
+            "1 learns while the whole model is in evaluation mode",
+        ),
+        (nothing, momentum_of_zero, 50, "1 has processed 51 batches, and 1.running_var is 1 everywhere"),
+    ],
+)
+def test_statistics_that_do_not_follow_the_weights_are_found(
+    each: Each, make: Make, first: int, words: str, tmp_path: Path
+) -> None:
+    findings = messages(tmp_path, each, make)
+    assert min(findings) == first
+    assert findings[first].startswith(words)
 
 
 def evaluates_now_and_then(step: int, model: nn.Sequential) -> None:
@@ -355,20 +355,18 @@ def pretrained(model: nn.Sequential) -> None:
 @pytest.mark.parametrize(
     ("each", "make"),
     [
-        (nothing, lambda _: None),
-        (evaluates_now_and_then, lambda _: None),
-        (frozen_layer, lambda _: None),
-        (frozen_from_the_start, lambda _: None),
+        (nothing, unchanged),
+        (evaluates_now_and_then, unchanged),
+        (frozen_layer, unchanged),
+        (frozen_from_the_start, unchanged),
         (frozen_from_the_start, frozen),
         (frozen_from_the_start, pretrained),
         (never_in_training, frozen),
         (never_in_training, pretrained),
     ],
 )
-def test_what_is_as_it_should_be_or_frozen_on_purpose(
-    each: Each, make: Callable[[nn.Sequential], None], tmp_path: Path
-) -> None:
-    assert frozen_findings(tmp_path, each, make) == {}
+def test_what_is_as_it_should_be_or_frozen_on_purpose(each: Each, make: Make, tmp_path: Path) -> None:
+    assert messages(tmp_path, each, make) == {}
 
 
 @pytest.mark.parametrize(
@@ -377,15 +375,15 @@ def test_what_is_as_it_should_be_or_frozen_on_purpose(
         (frozen_from_the_start, pretrained, 25),
         (frozen_from_the_start, frozen, 25),
         (never_in_training, pretrained, 25),
-        (frozen_layer, lambda _: None, 100),
+        (frozen_layer, unchanged, 100),
     ],
 )
 def test_a_layer_in_evaluation_mode_on_purpose_is_reported_without_a_warning(
-    each: Each, make: Callable[[nn.Sequential], None], first: int, tmp_path: Path
+    each: Each, make: Make, first: int, tmp_path: Path
 ) -> None:
-    messages = messages_by_step(tmp_path, each, make)
-    assert min(messages) == first
-    assert messages[first] == (
+    reported = messages(tmp_path, each, make, "running_statistics_frozen")
+    assert min(reported) == first
+    assert reported[first] == (
         "1 is in evaluation mode, at 2 records in a row: its running statistics (1.running_var) are frozen; "
         "correct if deliberate, e.g. fine-tuning"
     )
@@ -394,7 +392,7 @@ def test_a_layer_in_evaluation_mode_on_purpose_is_reported_without_a_warning(
 
 @pytest.mark.parametrize("each", [nothing, evaluates_now_and_then])
 def test_a_layer_that_trains_is_not_reported(each: Each, tmp_path: Path) -> None:
-    assert messages_by_step(tmp_path, each) == {}
+    assert messages(tmp_path, each, rule="running_statistics_frozen") == {}
 
 
 @pytest.mark.parametrize("affine", ["learns", "frozen", "none"])

@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 
 from tests.rules.recording import evaluate_training
-from tests.rules.runs import all_at_once, in_steps, steps_of
+from tests.rules.runs import all_at_once, found_by, in_steps, steps_of
 from tests.rules.trainings.parts import Task
 from tests.sdk.format.blocks import Row, Values, block_of, tensor
 from watchstep import Hook
@@ -161,8 +161,7 @@ CENTRED, SHIFTED = [-1.0, 1.0] * 100, [1.5, 3.5] * 100
 
 def off_centre(records: list[Values], info: TensorInfo = IMAGES, **params: Any) -> list[int]:
     rows = [Row(step, info, values) for step, values in enumerate(records)]
-    outcome = all_at_once(RuleConfig(rule="input_image_mean", params=params), block_of(rows))
-    return [finding.step for finding in outcome.findings]
+    return found_by("input_image_mean")(block_of(rows), **params)
 
 
 def test_images_that_are_not_centred_are_found_after_five_hundred() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from tests.rules.recording import EVERYTHING, evaluate_training
-from tests.rules.runs import Event, Rows, Watermark, all_at_once, follow
+from tests.rules.runs import all_at_once, follow, one_by_one
 from tests.rules.trainings.parts import Task
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep import Hook, open_run
@@ -92,16 +92,13 @@ def test_an_expert_without_examples_raises_no_alarm(computes_all: bool, tmp_path
     assert alarms(tmp_path / "later", computes_all=computes_all, starved_from=30) == {}
 
 
-def test_a_used_layer_that_never_gets_a_gradient_alarms_beside_an_expert_without_examples(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("detached_from", "starved_from", "rule"), [(0, 0, "weight_not_updating"), (30, 30, "gradients_cease")]
+)
+def test_a_used_layer_without_a_gradient_alarms_beside_an_expert_without_examples(
+    detached_from: int, starved_from: int, rule: str, tmp_path: Path
 ) -> None:
-    assert alarms(tmp_path, detached_from=0) == {"weight_not_updating": {"stem"}}
-
-
-def test_a_used_layer_that_loses_its_gradient_alarms_beside_an_expert_without_examples(
-    tmp_path: Path,
-) -> None:
-    assert alarms(tmp_path, detached_from=30, starved_from=30) == {"gradients_cease": {"stem"}}
+    assert alarms(tmp_path, detached_from=detached_from, starved_from=starved_from) == {rule: {"stem"}}
 
 
 # An expert of a mixture without examples for long is reported once.
@@ -197,10 +194,7 @@ def test_where_no_sibling_has_a_gradient_nothing_is_reported() -> None:
 
 def test_steps_that_arrive_one_by_one_are_judged_as_those_that_arrive_together() -> None:
     block = run_of_experts({step: {0, 3} if step < 7 else {3} for step in range(10)})
-    steps: list[list[Event]] = [
-        [Rows(block.where(block.step == step)), Watermark(step)] for step in range(12)
-    ]
-    outcome, together = follow(SOON, steps), all_at_once(SOON, block)
+    outcome, together = follow(SOON, one_by_one(block)), all_at_once(SOON, block)
     assert outcome.findings == together.findings
     assert outcome.memory.state == together.memory.state
     assert {finding.tensor for finding in outcome.findings} == {

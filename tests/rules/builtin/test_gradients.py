@@ -465,13 +465,9 @@ def test_a_scale_is_no_gradients_and_does_not_move_outputs() -> None:
 
 
 def test_the_message_states_the_share_that_becomes_zero() -> None:
-    outcome = all_at_once(
-        RuleConfig(rule="number_format_headroom", params={"gradient_scale": 2.0}),
-        block_of([Row(0, GRADIENT, [2.0**-30, 1.0])]),
-    )
-    assert outcome.findings[0].message == (
-        "50.0% of the numbers of a.weight:gradient, times 2, would become zero in fp16, 5.0% tolerated"
-    )
+    assert first_message(
+        "number_format_headroom", block_of([Row(0, GRADIENT, [2.0**-30, 1.0])]), gradient_scale=2.0
+    ) == ("50.0% of the numbers of a.weight:gradient, times 2, would become zero in fp16, 5.0% tolerated")
 
 
 def test_infos_of_other_roles_are_out_of_scope() -> None:

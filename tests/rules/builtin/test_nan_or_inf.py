@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.rules.runs import Event, Rows, Watermark, all_at_once, follow
+from tests.rules.runs import all_at_once, follow, one_by_one
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from tests.sdk.training import recorded
 from watchstep import Cadence, CaptureConfig, Hook
@@ -749,11 +749,9 @@ def test_steps_that_arrive_one_by_one_are_judged_as_those_that_arrive_together()
         for info, content in ((WEIGHT, [NAN]), (gradient("a"), [0.0]), (own, [NAN if step % 7 else 1.0]))
     ]
     config = RuleConfig(rule="nan_or_inf")
-    steps: list[list[Event]] = [
-        [Rows(block_of([row for row in rows if row.step == step])), Watermark(step)] for step in range(60)
-    ]
-    outcome = follow(config, steps)
-    assert outcome.findings == all_at_once(config, block_of(rows).ordered()).findings
+    block = block_of(rows).ordered()
+    outcome = follow(config, one_by_one(block))
+    assert outcome.findings == all_at_once(config, block).findings
     assert {finding.tensor for finding in outcome.findings} == {"a.weight", "own:finite_check"}
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.rules.builtin.losses import in_pieces
 from tests.rules.builtin.system_rows import SAMPLES, Course, system_run
-from tests.rules.runs import all_at_once, in_steps, norms
+from tests.rules.runs import all_at_once, found_by, in_steps, norms
 from watchstep.format.block import Block
 from watchstep.format.system_figures import (
     CPUS,
@@ -184,8 +184,7 @@ GOOD = [(rule, name) for rule, runs in HEALTHY.items() for name in runs]
 
 
 def found(rule: str, block: Block, **params: Any) -> list[int]:
-    outcome = all_at_once(RuleConfig(rule=rule, params=params), block)
-    return [finding.step for finding in outcome.findings]
+    return found_by(rule)(block, **params)
 
 
 def test_all_of_them_are_tried_and_off_by_default() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.rules.runs import all_at_once
+from tests.rules.runs import all_at_once, first_message, found_by
 from tests.sdk.format.blocks import Row, Values, block_of, gradient, tensor
 from watchstep.errors import RuleError
 from watchstep.format.block import Block
@@ -31,8 +31,7 @@ ALL_ZERO_OUTPUT = tensor("first:output", "activations")
 
 
 def all_zero(rows: list[Row], **params: object) -> list[int]:
-    outcome = all_at_once(RuleConfig(rule="all_zero", params=params), block_of(rows))
-    return [finding.step for finding in outcome.findings]
+    return found_by("all_zero")(block_of(rows), **params)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +60,7 @@ def test_of_shards_the_whole_tensor_is_judged() -> None:
 
 
 def test_the_message_states_how_many() -> None:
-    outcome = all_at_once(RuleConfig(rule="all_zero"), block_of([Row(0, ALL_ZERO_OUTPUT, [0.0] * 4)]))
-    assert outcome.findings[0].message == (
+    assert first_message("all_zero", block_of([Row(0, ALL_ZERO_OUTPUT, [0.0] * 4)])) == (
         "100.0% of the 4 elements of first:output are zero, the limit is 100.0%"
     )
 
@@ -114,8 +112,7 @@ def unchanged(
     records: Sequence[Values], info: TensorInfo = WEIGHT, mode: Mode = "train", **params: object
 ) -> list[int]:
     rows = [Row(10 * number, info, values, mode) for number, values in enumerate(records)]
-    outcome = all_at_once(RuleConfig(rule="unchanged_tensor", params=params), block_of(rows))
-    return [finding.step for finding in outcome.findings]
+    return found_by("unchanged_tensor")(block_of(rows), **params)
 
 
 def test_three_records_that_are_the_same_are_found_and_two_are_not() -> None:

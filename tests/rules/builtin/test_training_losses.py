@@ -21,7 +21,7 @@ from tests.rules.builtin.losses import (
     noisy,
     run_of,
 )
-from tests.rules.runs import all_at_once, found_by, steps_of
+from tests.rules.runs import all_at_once, first_message, found_by, steps_of
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
@@ -286,8 +286,7 @@ def test_slow_convergence_thresholds_are_the_users_to_set() -> None:
 
 
 def test_the_finding_states_how_far_it_came_and_how_small_updates_are() -> None:
-    outcome = all_at_once(RuleConfig(rule="slow_convergence"), run_of(np.full(120, 2.0), update=1e-4))
-    assert outcome.findings[0].message == (
+    assert first_message("slow_convergence", run_of(np.full(120, 2.0), update=1e-4)) == (
         "loss has gone from 2 to 2, and no weight changes by more than 0.0001 of its size in a step"
     )
 
@@ -621,8 +620,10 @@ def test_oscillating_loss_thresholds_are_the_users_to_set() -> None:
 
 
 def test_the_finding_states_between_what_it_swings() -> None:
-    outcome = all_at_once(RuleConfig(rule="oscillating_loss"), SWINGS["jumps from side to side"])
-    assert outcome.findings[0].message == "loss oscillated between 0.8 and 1.6 over 40 records"
+    assert (
+        first_message("oscillating_loss", SWINGS["jumps from side to side"])
+        == "loss oscillated between 0.8 and 1.6 over 40 records"
+    )
 
 
 # All of them

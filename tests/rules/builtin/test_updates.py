@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from tests.rules.builtin.losses import Curve, falling, noisy
 from tests.rules.recording import EVERYTHING, evaluate_training
-from tests.rules.runs import all_at_once, in_steps, steps_of
+from tests.rules.runs import all_at_once, first_message, found_by, in_steps, steps_of
 from tests.rules.trainings.parts import Task
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from tests.sdk.training import batches, small_model
@@ -409,8 +409,7 @@ SOUND = noisy(falling(2.0, 0.4, 300, 30.0), 0.05)
 def jumped(losses: Curve, rates: dict[int, float], **params: object) -> list[int]:
     rows = [Row(step, LOSS, [float(value)]) for step, value in enumerate(losses)]
     changes = [Row(step, RATE, [value]) for step, value in rates.items()]
-    outcome = all_at_once(RuleConfig(rule="hyperparameter_jump", params=params), in_steps(rows, changes))
-    return [finding.step for finding in outcome.findings]
+    return found_by("hyperparameter_jump")(in_steps(rows, changes), **params)
 
 
 def hurt(since: int, height: float = 1.0) -> Curve:
@@ -446,8 +445,7 @@ def test_a_loss_that_is_no_number_has_suffered() -> None:
 def test_the_message_names_value_step_and_harm() -> None:
     rows = [Row(step, LOSS, [1.0 if step <= 50 else 3.0]) for step in range(60)]
     changes = [Row(0, RATE, [1e-3]), Row(50, RATE, [0.1])]
-    outcome = all_at_once(RuleConfig(rule="hyperparameter_jump"), in_steps(rows, changes))
-    assert outcome.findings[0].message == (
+    assert first_message("hyperparameter_jump", in_steps(rows, changes)) == (
         "optimizer:learning_rate/0 went to 0.1 at step 50, 100 times its largest before; loss is 3, 8 of the last 10 are above "
         "1.2, and it was 1 before"
     )

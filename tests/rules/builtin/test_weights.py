@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from tests.rules.recording import evaluate_training
-from tests.rules.runs import all_at_once
+from tests.rules.runs import all_at_once, first_message
 from tests.rules.trainings.parts import Task
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep import CaptureConfig, Hook, open_run
@@ -165,8 +165,7 @@ def test_only_the_first_step_is_judged() -> None:
 
 
 def test_the_finding_states_the_gain() -> None:
-    outcome = all_at_once(RuleConfig(rule="poor_initialization"), block_of(of_gains(8.0, 8.0)))
-    assert outcome.findings[0].message == (
+    assert first_message("poor_initialization", block_of(of_gains(8.0, 8.0))) == (
         "layer0.weight begins with a gain rms * sqrt(fan in) of 8, at least 3, as do others; "
         "1 to 1.41 keeps a signal's size"
     )

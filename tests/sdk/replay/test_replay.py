@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,6 @@ from watchstep.store.store import Store
 
 
 PROGRAM = Path(__file__).with_name("programs.py")
-
-
-@pytest.fixture(autouse=True)
-def _same_flags() -> Iterator[None]:
-    """Restore the flags of PyTorch that a replay sets."""
-    import torch
-
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
 
 
 def programs() -> Any:
