@@ -92,7 +92,12 @@ def test_the_address_holds_the_view_of_the_evidence(visit: Visit, path: str) -> 
         page.get_by_label("Log scale").check()
         expect(page).to_have_url(re.compile("before=50&log=1"))
         settled(page)
-        drag(page, page.get_by_role("img").first, 0.3, 0.6)
+        box = page.get_by_role("img").first.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 300, box["y"] + 60)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 500, box["y"] + 60, steps=3)
+        page.mouse.up()
         expect(page).to_have_url(re.compile(r"from=\d+&to=\d+"))
         page.reload()
         settled(page)

@@ -13,7 +13,6 @@ from tests.web.site import (
     Site,
     Visit,
     changed_answers,
-    drag,
     is_wider_than_window,
     screenshot,
     serious_findings,
@@ -74,7 +73,12 @@ def test_the_address_holds_the_choices(visit: Visit, path: str) -> None:
 def test_zooming_by_dragging(visit: Visit, path: str) -> None:
     with visit.open(path) as page:
         settled(page)
-        drag(page, page.get_by_role("img").first, 0.3, 0.6)
+        box = page.get_by_role("img").first.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 300, box["y"] + 60)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 500, box["y"] + 60, steps=3)
+        page.mouse.up()
         expect(page).to_have_url(re.compile(r"from=\d+&to=\d+"))
         expect(card(page, "First difference")).to_contain_text("first differs")
         page.get_by_role("button", name="Show all steps").click()
