@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tests.rules.recording import evaluate_training
+from tests.rules.recording import evaluate_training, fit
 from tests.rules.runs import all_at_once, first_message, in_steps, norms, steps_of
 from tests.rules.trainings.parts import Task
 from tests.sdk.format.blocks import Row, tensor
@@ -273,12 +273,8 @@ def trained(hook: Hook, each: Each, make: Make = unchanged) -> None:
     model = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
     make(model)
     optimizer = optim.SGD(model.parameters(), 0.05)
-    hook.watch(model, optimizer)
-    for step, (x, y) in enumerate(Task(1).batches(steps=STEPS)):
-        each(step, model)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    batches = Task(1).batches(steps=STEPS)
+    fit(hook, model, optimizer, batches, before=lambda step: each(step, model))
 
 
 def messages(

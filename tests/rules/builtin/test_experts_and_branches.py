@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,24 +60,34 @@ class Mixture(nn.Module):
         return logits
 
 
-def alarms(
-    folder: Path, *, computes_all: bool = False, detached_from: int = STEPS, starved_from: int = 0
-) -> dict[str, set[str]]:
-    """The layers for which each rule's alert fires, of rules whose severity is warning or critical."""
+def recorded_mixture(
+    folder: Path,
+    *,
+    computes_all: bool = False,
+    detached_from: int = STEPS,
+    starved_from: int = 0,
+    steps: int = STEPS,
+) -> Block:
+    """The rows of a mixture whose stem is detached and whose last expert is starved from a step on."""
     torch.manual_seed(0)
     model = Mixture(computes_all=computes_all)
     optimizer = optim.AdamW(model.parameters(), 2e-3)
     truth = torch.randn(12, 3)
     with Hook(folder, config=EVERYTHING) as hook:
         hook.watch(model, optimizer)
-        for step in range(STEPS):
+        for step in range(steps):
             model.detaches_stem = step >= detached_from
             model.starves_last = step >= starved_from
             x = torch.randn(24, 12)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), (x @ truth).argmax(1)).backward()
             optimizer.step()
-    rows = open_run(hook.run_url).rows()
+    return open_run(hook.run_url).rows()
+
+
+def alarms(folder: Path, **options: Any) -> dict[str, set[str]]:
+    """The layers for which each rule's alert fires, of rules whose severity is warning or critical."""
+    rows = recorded_mixture(folder, **options)
     found: dict[str, set[str]] = {}
     for config in DEFAULT_RULES:
         if config.rule in ABOUT_GRADIENTS and config.severity != "info":
@@ -109,26 +120,10 @@ SOON = RuleConfig(rule="starved_expert", params={"records": 3})
 EXPERTS = 4
 
 
-def recorded_mixture(folder: Path, *, computes_all: bool, starves_last: bool, steps: int = 60) -> Block:
-    torch.manual_seed(0)
-    model = Mixture(computes_all=computes_all)
-    model.starves_last = starves_last
-    optimizer = optim.AdamW(model.parameters(), 2e-3)
-    truth = torch.randn(12, 3)
-    with Hook(folder, config=EVERYTHING) as hook:
-        hook.watch(model, optimizer)
-        for _ in range(steps):
-            x = torch.randn(24, 12)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), (x @ truth).argmax(1)).backward()
-            optimizer.step()
-    return open_run(hook.run_url).rows()
-
-
 @pytest.mark.parametrize("computes_all", [False, True])
 def test_an_expert_without_examples_is_reported_once(computes_all: bool, tmp_path: Path) -> None:
     assert DEFAULT.severity == "info"
-    outcome = all_at_once(DEFAULT, recorded_mixture(tmp_path, computes_all=computes_all, starves_last=True))
+    outcome = all_at_once(DEFAULT, recorded_mixture(tmp_path, computes_all=computes_all))
     (change,) = outcome.notified
     assert change.phase is Phase.FIRING
     assert change.step == 49
@@ -139,7 +134,7 @@ def test_an_expert_without_examples_is_reported_once(computes_all: bool, tmp_pat
 
 
 def test_experts_that_all_get_examples_are_not_reported(tmp_path: Path) -> None:
-    rows = recorded_mixture(tmp_path, computes_all=False, starves_last=False, steps=20)
+    rows = recorded_mixture(tmp_path, starved_from=STEPS, steps=20)
     assert all_at_once(SOON, rows).findings == []
 
 

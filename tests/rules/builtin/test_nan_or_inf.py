@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -64,14 +64,14 @@ def fired(hook: Hook) -> Fired:
     return Fired(stops, [change.step for change in warned if change.phase is Phase.FIRING])
 
 
-def train(
+def train_and_rows(
     folder: Path,
     step_of: Callable[[int, nn.Module, torch.optim.Optimizer, Hook], None],
     model: nn.Module | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     steps: int = STEPS,
     config: CaptureConfig = CONFIG,
-) -> Fired:
+) -> Hook:
     """A training whose every step is the caller's."""
     model = model or network()
     updates = optimizer(model.parameters(), lr=1e-2)
@@ -79,18 +79,40 @@ def train(
     hook.watch(model, updates)
     for step in range(steps):
         step_of(step, model, updates, hook)
-    return fired(hook)
+    return hook
+
+
+def train(
+    folder: Path, step_of: Callable[[int, nn.Module, torch.optim.Optimizer, Hook], None], **options: Any
+) -> Fired:
+    """The stops and warnings of such a training."""
+    return fired(train_and_rows(folder, step_of, **options))
+
+
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer, given: Batch) -> Tensor:
+    """Compute the loss of a batch, and the gradients of it alone."""
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(model(given[0]), given[1])
+    loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
+    return loss
 
 
 def update(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: Batch, hook: Hook | None = None
 ) -> None:
-    optimizer.zero_grad()
-    loss = functional.cross_entropy(model(given[0]), given[1])
-    loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
+    loss = backward(model, optimizer, given)
     optimizer.step()
     if hook is not None:
         hook.log(loss=loss)
+
+
+def scaled_update(
+    scaler: torch.amp.GradScaler, model: nn.Module, optimizer: torch.optim.Optimizer, given: Batch
+) -> None:
+    optimizer.zero_grad()
+    scaler.scale(functional.cross_entropy(model(given[0]), given[1])).backward()  # type: ignore[no-untyped-call,unused-ignore]
+    scaler.step(optimizer)
+    scaler.update()
 
 
 # Sound trainings.
@@ -137,9 +159,7 @@ def test_a_program_that_skips_losses_that_are_not_finite(
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_program_that_skips_gradient_norms_that_are_not_finite(tmp_path: Path, by_hand: bool) -> None:
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
-        x, y = batch(step, bad=step if step % 4 == 3 else None)
-        optimizer.zero_grad()
-        functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        backward(model, optimizer, batch(step, bad=step if step % 4 == 3 else None))
         if by_hand:
             norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
         else:
@@ -155,9 +175,7 @@ def test_infinities_that_are_clipped_before_the_update(
     tmp_path: Path, gradients: Literal["after_clipping", "before_clipping"]
 ) -> None:
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
-        optimizer.zero_grad()
-        x, y = batch(step)
-        functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        backward(model, optimizer, batch(step))
         if step % 4 == 3:
             next(model.parameters()).grad[0, 0] = INF  # type: ignore[index]
         nn.utils.clip_grad_value_(model.parameters(), 0.1)
@@ -354,9 +372,7 @@ def test_weights_that_were_bad_before_a_step_are_named_by_it(tmp_path: Path) -> 
 
 def test_a_lone_infinity_in_one_gradient_is_found_at_its_step(tmp_path: Path) -> None:
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
-        optimizer.zero_grad()
-        x, y = batch(step)
-        functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        backward(model, optimizer, batch(step))
         if step == BAD:
             next(model.parameters()).grad[0, 0] = INF  # type: ignore[index]
         optimizer.step()
@@ -416,9 +432,7 @@ def test_poisoned_optimizer_state_is_found_where_weights_were_restored(tmp_path:
 
 def test_second_moments_that_overflow_are_found_within_a_hundred_steps(tmp_path: Path) -> None:
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
-        optimizer.zero_grad()
-        x, y = batch(step)
-        functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        backward(model, optimizer, batch(step))
         if step == BAD:
             model[2].weight.grad.fill_(1e25)  # type: ignore[index,union-attr,operator,unused-ignore]
         optimizer.step()
@@ -528,9 +542,7 @@ def test_weights_that_are_nan_from_the_start_are_damage_after_fifty_steps(tmp_pa
     model[2].weight.data[0, 0] = NAN  # type: ignore[index,union-attr,operator,unused-ignore]
 
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
-        x, y = batch(step)
-        optimizer.zero_grad()
-        functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        backward(model, optimizer, batch(step))
         for parameter in model.parameters():
             parameter.grad.nan_to_num_(0.0)  # type: ignore[union-attr]
         optimizer.step()
@@ -547,11 +559,7 @@ def test_fifty_steps_that_a_scaler_skips_in_a_row_are_damage(tmp_path: Path) -> 
     scaler = torch.amp.GradScaler("cpu")
 
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
-        x, y = batch(step, bad=step if step >= BAD else None)
-        optimizer.zero_grad()
-        scaler.scale(functional.cross_entropy(model(x), y)).backward()  # type: ignore[no-untyped-call,unused-ignore]
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_update(scaler, model, optimizer, batch(step, bad=step if step >= BAD else None))
 
     (finding,) = train(tmp_path, step_of, steps=60).stops
     assert (finding.step, finding.tensor, finding.value) == (BAD + 49, "updates:missing", 50.0)
@@ -577,11 +585,7 @@ def test_a_warning_states_that_the_gradient_scaler_skipped_the_step(tmp_path: Pa
     scaler = torch.amp.GradScaler("cpu")
 
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
-        x, y = batch(step, bad=step if BAD <= step < BAD + 3 else None)
-        optimizer.zero_grad()
-        scaler.scale(functional.cross_entropy(model(x), y)).backward()  # type: ignore[no-untyped-call,unused-ignore]
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_update(scaler, model, optimizer, batch(step, bad=step if BAD <= step < BAD + 3 else None))
 
     result = warning(tmp_path, step_of)
     assert result.step == BAD + 1
@@ -654,21 +658,6 @@ def test_an_alert_resolves_once_the_damage_is_restored(tmp_path: Path) -> None:
     )
     assert firing.step == BAD
     assert BAD + 4 <= resolved.step <= BAD + 16
-
-
-def train_and_rows(
-    folder: Path,
-    step_of: Callable[[int, nn.Module, torch.optim.Optimizer, Hook], None],
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-    steps: int = STEPS,
-) -> Hook:
-    model = network()
-    updates = optimizer(model.parameters(), lr=1e-2)
-    hook = Hook(folder, run="r", config=CONFIG)
-    hook.watch(model, updates)
-    for step in range(steps):
-        step_of(step, model, updates, hook)
-    return hook
 
 
 def judged(hook: Hook) -> list[Finding]:

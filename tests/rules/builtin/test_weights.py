@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tests.rules.recording import evaluate_training
+from tests.rules.recording import evaluate_training, fit
 from tests.rules.runs import all_at_once, first_message
 from tests.rules.trainings.parts import Task
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
@@ -222,11 +222,7 @@ def trained_from_constants(
         nn.init.constant_(layer.weight, value)  # type: ignore[arg-type]  # a Tensor
         nn.init.zeros_(layer.bias)  # type: ignore[arg-type]  # a Tensor
     optimizer = optim.AdamW(model.parameters(), 1e-2) if adam else optim.SGD(model.parameters(), 0.1)
-    hook.watch(model, optimizer)
-    for x, y in Task(1).batches(steps=30):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    fit(hook, model, optimizer, Task(1).batches(steps=30))
 
 
 def symmetric(folder: Path, *constant: int, value: float = CONSTANT, adam: bool = False) -> set[str]:
@@ -274,15 +270,13 @@ def trained_with_head(hook: Hook, *, late: bool, frozen: bool = False, average: 
     if late:
         model[2] = nn.Linear(16, 5)
     model[2].requires_grad_(requires_grad=not frozen)
-    hook.watch(model, optimizer)
-    for x, y in Task(1).batches(steps=101):
-        model.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        if average:
-            with torch.no_grad():
-                for parameter in model[2].parameters():
-                    parameter.mul_(0.999)
+
+    def averaged(_: int) -> None:
+        with torch.no_grad():
+            for parameter in model[2].parameters():
+                parameter.mul_(0.999)
+
+    fit(hook, model, optimizer, Task(1).batches(steps=101), after=averaged if average else lambda _: None)
 
 
 def absent(folder: Path, *, late: bool, frozen: bool = False, average: bool = False) -> list[tuple[int, str]]:
@@ -321,12 +315,8 @@ def names(
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
         optimizers: list[optim.Optimizer] = [optim.SGD(some(model), 0.05) for some in (select, *others)]
-        hook.watch(model, optimizers[0])
-        for step, (x, y) in enumerate(Task(1).batches(steps=126)):
-            model.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizers[0].step()
-            each(step, optimizers)
+        batches = Task(1).batches(steps=126)
+        fit(hook, model, optimizers[0], batches, after=lambda step: each(step, optimizers))
 
     outcome = evaluate_training(train, "absent_from_optimizer", folder, params, config=CaptureConfig())
     return {finding.tensor.removesuffix(":not_in_optimizer") for finding in outcome}
