@@ -71,12 +71,12 @@ def test_a_rectifier_after_the_last_layer_may_be_zero_while_the_model_learns() -
     rectifier = replace(RELU, order=2, module_type="ReLU")
     dead = [replace(row, info=rectifier) for row in rectifier_layer([10] * 80)]
     learns, stuck = losses([1.0] * 30 + [0.5] * 50), losses([1.0] * 80)
-    assert dead(dead, weighted, learns) == []
-    assert dead(dead, weighted, stuck) == list(range(52, 80))
+    assert dead_steps(dead, weighted, learns) == []
+    assert dead_steps(dead, weighted, stuck) == list(range(52, 80))
     none = norms("a", [1.0, *[0.0] * 79])
-    assert dead(dead, weighted, stuck, none)[0] == 3
+    assert dead_steps(dead, weighted, stuck, none)[0] == 3
     hidden = [replace(row, info=replace(rectifier, order=0)) for row in rectifier_layer([10] * 80)]
-    assert dead(hidden, weighted, learns) == list(range(2, 80))
+    assert dead_steps(hidden, weighted, learns) == list(range(2, 80))
 
 
 @pytest.mark.parametrize(("relu_ns", "steps"), [(5, list(range(2, 60))), (15, [])])

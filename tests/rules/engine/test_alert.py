@@ -45,13 +45,13 @@ def rows_and_findings(history: History, first: int = 0) -> tuple[JudgedRows, lis
 def followed(history: History, hold: int, cuts: tuple[int, ...] = ()) -> tuple[AlertMemory, list[Transition]]:
     memory, transitions = AlertMemory(), []
     for start, end in zip((0, *cuts), (*cuts, len(history)), strict=True):
-        memory, more = advance(memory, alert_lasting(hold), *rows_and_findings(history[start:end], start))
+        memory, more = advance(memory, of_duration(hold), *rows_and_findings(history[start:end], start))
         memory = AlertMemory.model_validate_json(memory.model_dump_json())
         transitions += more
     return memory, transitions
 
 
-def alert_lasting(steps: int) -> Timing:
+def of_duration(steps: int) -> Timing:
     return Timing(hold_steps=steps, keep_steps=steps)
 
 
@@ -127,7 +127,7 @@ def test_the_same_layer_on_two_workers_is_two_series() -> None:
     rows = [Row(step, INFOS[0], [1.0], worker=step % 2) for step in range(2)]
     block = block_of(rows)
     findings = [finding_at("test", block, row, value=1.0, threshold=0.0, message="bad") for row in range(2)]
-    memory, _ = advance(AlertMemory(), alert_lasting(2), JudgedRows.of(block), findings)
+    memory, _ = advance(AlertMemory(), of_duration(2), JudgedRows.of(block), findings)
     assert memory.phase is Phase.PENDING
     assert set(memory.finding_streaks) == {f"{INFOS[0].name}@0/train", f"{INFOS[0].name}@1/train"}
 
@@ -194,7 +194,7 @@ LOSS = tensor("loss", "losses", role="loss", shape=())
 GRADIENT = gradient("0")
 
 
-def coalesce_rank(worker: int, steps: Sequence[int], *bad: tuple[int, TensorInfo]) -> Rows:
+def rank_with(worker: int, steps: Sequence[int], *bad: tuple[int, TensorInfo]) -> Rows:
     """A rank's rows of three tensors, NaN at the given positions."""
     return Rows(
         block_of(
@@ -207,8 +207,8 @@ def coalesce_rank(worker: int, steps: Sequence[int], *bad: tuple[int, TensorInfo
     )
 
 
-REDUCED = coalesce_rank(0, range(8), (5, GRADIENT), (6, GRADIENT), (7, GRADIENT))
-CULPRIT = coalesce_rank(1, range(8), (5, OUTPUT), (5, LOSS), *((step, GRADIENT) for step in (5, 6, 7)))
+REDUCED = rank_with(0, range(8), (5, GRADIENT), (6, GRADIENT), (7, GRADIENT))
+CULPRIT = rank_with(1, range(8), (5, OUTPUT), (5, LOSS), *((step, GRADIENT) for step in (5, 6, 7)))
 
 
 def named(outcome: Outcome) -> tuple[int, int, str]:
@@ -245,13 +245,13 @@ def test_an_alert_fires_at_once_and_is_revised_by_later_rows() -> None:
 
 
 def test_an_earlier_step_of_a_rank_that_lags_is_the_likelier_cause() -> None:
-    outcome = follow(NAN, [[REDUCED], [coalesce_rank(1, range(8), (3, GRADIENT))]])
+    outcome = follow(NAN, [[REDUCED], [rank_with(1, range(8), (3, GRADIENT))]])
     assert named(outcome) == (3, 1, GRADIENT.name)
     assert [(change.step, change.since_step) for change in outcome.transitions] == [(5, 5), (3, 3)]
 
 
 def test_later_steps_and_less_likely_causes_change_nothing() -> None:
-    worse = coalesce_rank(1, range(9), (5, GRADIENT), (6, OUTPUT), (7, LOSS), (8, OUTPUT))
+    worse = rank_with(1, range(9), (5, GRADIENT), (6, OUTPUT), (7, LOSS), (8, OUTPUT))
     assert named(follow(NAN, [[REDUCED], [worse]])) == (5, 0, GRADIENT.name)
 
 
@@ -264,7 +264,7 @@ def test_later_steps_and_less_likely_causes_change_nothing() -> None:
 def test_the_order_in_which_ranks_come_does_not_matter(bad: list[dict[TensorInfo, int]]) -> None:
     def rows(worker: int) -> Rows:
         since = bad[worker].items()
-        return coalesce_rank(
+        return rank_with(
             worker, range(9), *((step, info) for info, first in since for step in range(first, 9))
         )
 
@@ -330,14 +330,14 @@ STEPS = 10
 LAST = Watermark(STEPS - 1)
 
 
-def resolved_episodes_rank(worker: int, bad: frozenset[int], steps: Sequence[int] = range(STEPS)) -> Rows:
+def rank(worker: int, bad: frozenset[int], steps: Sequence[int] = range(STEPS)) -> Rows:
     """Rows of a rank whose loss is NaN at some steps."""
     return Rows(
         block_of([Row(step, LOSS, [math.nan if step in bad else 1.0], worker=worker) for step in steps])
     )
 
 
-def resolved_episodes_lasting(steps: int) -> RuleConfig:
+def lasting(steps: int) -> RuleConfig:
     return RuleConfig.model_validate(
         {"rule": "non_finite_values", "for": {"steps": steps}, "keep_firing": {"steps": steps}}
     )
@@ -353,12 +353,12 @@ def episodes(outcome: Outcome) -> list[tuple[str, int]]:
 
 def alone(bad: frozenset[int], watermark: int = STEPS - 1) -> list[list[Event]]:
     """Rank 0, and a watermark that passes steps without the other ranks."""
-    return [[resolved_episodes_rank(0, bad, range(watermark + 1)), Watermark(watermark)]]
+    return [[rank(0, bad, range(watermark + 1)), Watermark(watermark)]]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_an_episode_of_all_ranks_is_reported_once_though_one_of_them_lags(order: tuple[int, int]) -> None:
-    first, second = (resolved_episodes_rank(worker, frozenset({4, 5})) for worker in order)
+    first, second = (rank(worker, frozenset({4, 5})) for worker in order)
     expected = [("firing", 4), ("resolved", 6)]
     assert episodes(follow(NAN, [[first], [second, LAST]])) == expected
     assert episodes(follow(NAN, [[first, LAST], [second]])) == expected
@@ -368,32 +368,32 @@ def test_while_a_rank_can_still_come_the_episode_continues() -> None:
     outcome = follow(
         NAN,
         [
-            [resolved_episodes_rank(0, frozenset({4}))],
-            [resolved_episodes_rank(1, frozenset({4, 5, 6, 7})), LAST],
+            [rank(0, frozenset({4}))],
+            [rank(1, frozenset({4, 5, 6, 7})), LAST],
         ],
     )
     assert episodes(outcome) == [("firing", 4), ("resolved", 8)]
 
 
 def test_a_rank_that_was_given_up_and_was_bad_for_longer_causes_no_notification() -> None:
-    outcome = follow(NAN, [*alone(frozenset({4})), [resolved_episodes_rank(1, frozenset({4, 5, 6, 7}))]])
+    outcome = follow(NAN, [*alone(frozenset({4})), [rank(1, frozenset({4, 5, 6, 7}))]])
     assert episodes(outcome) == [("firing", 4), ("resolved", 5)]
     assert outcome.memory.alert.phase is Phase.RESOLVED
 
 
 def test_what_is_bad_beyond_all_that_was_sealed_without_it_is_reported() -> None:
-    back = resolved_episodes_rank(1, frozenset(range(4, 9)))
+    back = rank(1, frozenset(range(4, 9)))
     outcome = follow(
         NAN,
         [
             *alone(frozenset({4}), watermark=6),
             [back],
-            [resolved_episodes_rank(0, frozenset(), range(7, 10)), LAST],
+            [rank(0, frozenset(), range(7, 10)), LAST],
         ],
     )
     assert episodes(outcome) == [("firing", 4), ("resolved", 5), ("firing", 7), ("resolved", 9)]
-    parts = [resolved_episodes_rank(1, frozenset(range(4, 9)), range(step, step + 1)) for step in range(10)]
-    rest: list[list[Event]] = [[resolved_episodes_rank(0, frozenset(), range(7, 10)), LAST]]
+    parts = [rank(1, frozenset(range(4, 9)), range(step, step + 1)) for step in range(10)]
+    rest: list[list[Event]] = [[rank(0, frozenset(), range(7, 10)), LAST]]
     assert episodes(
         follow(NAN, [*alone(frozenset({4}), watermark=6), *([part] for part in parts), *rest])
     ) == episodes(outcome)
@@ -402,22 +402,20 @@ def test_what_is_bad_beyond_all_that_was_sealed_without_it_is_reported() -> None
 def test_a_rank_that_stays_behind_and_bad_is_not_silenced_for_ever() -> None:
     evaluations = alone(frozenset({4}), watermark=6)
     for step in range(4, 9):  # the watermark passes each step of rank 1 before its row arrives
-        evaluations.append(
-            [resolved_episodes_rank(0, frozenset(), range(step + 3, step + 4)), Watermark(step + 3)]
-        )
-        evaluations.append([resolved_episodes_rank(1, frozenset(range(4, 9)), range(step, step + 1))])
+        evaluations.append([rank(0, frozenset(), range(step + 3, step + 4)), Watermark(step + 3)])
+        evaluations.append([rank(1, frozenset(range(4, 9)), range(step, step + 1))])
     assert episodes(follow(NAN, evaluations)) == [("firing", 4), ("resolved", 5), ("firing", 8)]
 
 
 def test_an_unreported_fault_is_reported_however_late() -> None:
-    outcome = follow(NAN, [*alone(frozenset({2})), [resolved_episodes_rank(1, frozenset({6, 7}))]])
+    outcome = follow(NAN, [*alone(frozenset({2})), [rank(1, frozenset({6, 7}))]])
     assert episodes(outcome) == [("firing", 2), ("resolved", 3), ("firing", 6), ("resolved", 8)]
 
 
 def test_a_segment_that_comes_after_later_ones_of_its_rank_ends_nothing() -> None:
     bad = frozenset({7, 8, 9})
-    early, late = resolved_episodes_rank(0, bad, range(4)), resolved_episodes_rank(0, bad, range(4, 7))
-    outcome = follow(NAN, [[early, resolved_episodes_rank(0, bad, range(7, 10)), LAST], [late]])
+    early, late = rank(0, bad, range(4)), rank(0, bad, range(4, 7))
+    outcome = follow(NAN, [[early, rank(0, bad, range(7, 10)), LAST], [late]])
     assert episodes(outcome) == [("firing", 7)]
     assert outcome.memory.alert.phase is Phase.FIRING
 
@@ -425,14 +423,14 @@ def test_a_segment_that_comes_after_later_ones_of_its_rank_ends_nothing() -> Non
 def test_what_such_a_segment_holds_is_reported_once() -> None:
     def begun(bad: frozenset[int]) -> list[Event]:
         return [
-            resolved_episodes_rank(0, bad, range(4)),
-            resolved_episodes_rank(0, bad, range(7, 9)),
+            rank(0, bad, range(4)),
+            rank(0, bad, range(7, 9)),
             Watermark(8),
         ]
 
     late: list[list[Event]] = [
-        [resolved_episodes_rank(0, frozenset({5}), range(4, 7))],
-        [resolved_episodes_rank(0, frozenset(), range(9, 10)), LAST],
+        [rank(0, frozenset({5}), range(4, 7))],
+        [rank(0, frozenset(), range(9, 10)), LAST],
     ]
     over = [("firing", 1), ("resolved", 2)]
     resumed = follow(NAN, [begun(frozenset({1})), *late])
@@ -444,10 +442,10 @@ def test_what_such_a_segment_holds_is_reported_once() -> None:
 
 def test_late_findings_make_nothing_pending_either() -> None:
     parts: list[list[Event]] = [
-        [resolved_episodes_rank(0, frozenset({4, 5})), LAST],
-        [resolved_episodes_rank(1, frozenset({4}), range(5))],
+        [rank(0, frozenset({4, 5})), LAST],
+        [rank(1, frozenset({4}), range(5))],
     ]
-    assert [change.phase.value for change in follow(resolved_episodes_lasting(2), parts).transitions] == [
+    assert [change.phase.value for change in follow(lasting(2), parts).transitions] == [
         "pending",
         "firing",
         "resolved",
@@ -461,15 +459,12 @@ bad_steps = st.frozensets(st.integers(0, STEPS - 1), max_size=6)
 @given(bad_steps, st.integers(1, 3))
 def test_late_ranks_report_the_same_episodes_in_any_order(bad: frozenset[int], steps: int) -> None:
     """Ranks with equal findings, as of reduced gradients; the watermark passes the steps of each before the next arrives."""
-    ranks = [resolved_episodes_rank(worker, bad) for worker in range(3)]
-    expected = episodes(follow(resolved_episodes_lasting(steps), [[ranks[0], LAST]]))
+    ranks = [rank(worker, bad) for worker in range(3)]
+    expected = episodes(follow(lasting(steps), [[ranks[0], LAST]]))
     event(f"episodes: {len(expected)}")
     for order in permutations(ranks):
         assert (
-            episodes(
-                follow(resolved_episodes_lasting(steps), [[order[0], LAST], *([part] for part in order[1:])])
-            )
-            == expected
+            episodes(follow(lasting(steps), [[order[0], LAST], *([part] for part in order[1:])])) == expected
         )
 
 
@@ -485,10 +480,8 @@ def test_no_episode_begins_within_another(bad: list[frozenset[int]], steps: int,
         first = begun[worker]
         begun[worker] = min(STEPS, first + width)
         watermarks = [Watermark(max(begun.values()) - 1)] if data.draw(st.booleans()) else []
-        evaluations.append(
-            [resolved_episodes_rank(worker, bad[worker], range(first, begun[worker])), *watermarks]
-        )
-    outcome = follow(resolved_episodes_lasting(steps), [*evaluations, [LAST]])
+        evaluations.append([rank(worker, bad[worker], range(first, begun[worker])), *watermarks])
+    outcome = follow(lasting(steps), [*evaluations, [LAST]])
     over = -1
     for phase, step in episodes(outcome):
         if phase == "firing":

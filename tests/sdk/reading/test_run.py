@@ -31,7 +31,7 @@ from watchstep.store.store import Store
 # Runs
 
 
-def run_record(url: str | Path, steps: int, *, first: int = 0, run: str = "r") -> Hook:
+def record_losses(url: str | Path, steps: int, *, first: int = 0, run: str = "r") -> Hook:
     hook = Hook(url, run=run)
     hook._recorder.step = first
     for step in range(first, first + steps):
@@ -42,7 +42,7 @@ def run_record(url: str | Path, steps: int, *, first: int = 0, run: str = "r") -
 
 
 def test_filters(tmp_path: Path) -> None:
-    run = open_run(run_record(tmp_path, 3).run_url)
+    run = open_run(record_losses(tmp_path, 3).run_url)
     assert run.tensors(regex="acc") == ["accuracy"]
     assert run.tensors(collection="losses") == ["loss"]
     assert run.tensors(collection="losses", regex="acc") == []
@@ -51,8 +51,8 @@ def test_filters(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_shows_the_newest_attempt_of_each_step(tmp_path: Path) -> None:
-    run_record(tmp_path, 10)
-    run_record(tmp_path, 4, first=6)
+    record_losses(tmp_path, 10)
+    record_losses(tmp_path, 4, first=6)
     run = open_run(tmp_path / "default" / "r")
     assert run.steps() == list(range(10))
     assert run.losses().num_rows == 10
@@ -74,7 +74,7 @@ def test_losses_that_are_not_finite(tmp_path: Path) -> None:
 
 def test_a_damaged_segment_hides_no_other(tmp_path: Path) -> None:
     for _ in range(2):
-        run_record(tmp_path, 3)
+        record_losses(tmp_path, 3)
     (victim, _) = sorted((tmp_path / "default" / "r" / "stats").rglob("*.arrow"))
     victim.write_bytes(victim.read_bytes()[:-40])
     run = open_run(tmp_path / "default" / "r")
@@ -134,14 +134,14 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
 def test_a_run_that_cannot_be_read(
     tmp_path: Path, s3: S3, url: str, error: type[Exception], message: str
 ) -> None:
-    run_record(tmp_path, 1)
+    record_losses(tmp_path, 1)
     with pytest.raises(error, match=message) as caught:
         open_run(url.format(store=tmp_path))
     assert "hint:" in str(caught.value)
 
 
 def test_what_was_not_recorded_is_named(tmp_path: Path) -> None:
-    run = open_run(run_record(tmp_path, 2).run_url)
+    run = open_run(record_losses(tmp_path, 2).run_url)
     with pytest.raises(NotFoundError, match="'nope'"):
         run.tensor("nope")
     with pytest.raises(NotFoundError, match="no full tensors were saved"):
@@ -149,7 +149,7 @@ def test_what_was_not_recorded_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_later_version_is_refused(tmp_path: Path) -> None:
-    run_record(tmp_path, 1)
+    record_losses(tmp_path, 1)
     store = Store.open(tmp_path).child("default/r")
     store.put("run.json", store.get("run.json").replace(b'"schema": %d' % SCHEMA_VERSION, b'"schema": 99'))
     with pytest.raises(Exception, match="newer watchstep"):
@@ -159,7 +159,7 @@ def test_a_run_of_a_later_version_is_refused(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("pattern", ["attempts/*.json", "end/*/0.json", "stats/*/*/*/*.arrow"])
 def test_a_named_pipe_in_the_place_of_an_object_does_not_block(tmp_path: Path, pattern: str) -> None:
-    run_record(tmp_path, 3)
+    record_losses(tmp_path, 3)
     (file,) = (tmp_path / "default" / "r").glob(pattern)
     exchange_for_pipe(file)
     run = open_run(tmp_path / "default" / "r")
@@ -169,7 +169,7 @@ def test_a_named_pipe_in_the_place_of_an_object_does_not_block(tmp_path: Path, p
 
 @pytest.mark.timeout(120)
 def test_a_named_pipe_in_the_place_of_the_runs_document_is_reported(tmp_path: Path) -> None:
-    run_record(tmp_path, 3)
+    record_losses(tmp_path, 3)
     exchange_for_pipe(tmp_path / "default" / "r" / "run.json")
     with pytest.raises(StoreError, match=r"run\.json is not a regular file"):
         open_run(tmp_path / "default" / "r")
@@ -197,7 +197,7 @@ CONFIG = replace(
 STEPS = 4
 
 
-def collections_and_probes_record(folder: Path, run: str) -> Path:
+def record_collections(folder: Path, run: str) -> Path:
     torch.manual_seed(0)
     training, hook = Training(), Hook(folder, run=run, config=CONFIG)
     hook.watch(training.model, training.optimizer)
@@ -211,12 +211,12 @@ def collections_and_probes_record(folder: Path, run: str) -> Path:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return collections_and_probes_record(tmp_path_factory.mktemp("store"), "r")
+    return record_collections(tmp_path_factory.mktemp("store"), "r")
 
 
 @pytest.fixture(scope="module", params=["recorded", "compacted"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    url = collections_and_probes_record(tmp_path_factory.mktemp(request.param), "r")
+    url = record_collections(tmp_path_factory.mktemp(request.param), "r")
     if request.param == "compacted":
         compact(url, delete_after=0)
     return open_run(url)
