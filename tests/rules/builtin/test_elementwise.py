@@ -21,11 +21,13 @@ from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep.format.snapshot import TensorPart
 from watchstep.format.tensors import TensorInfo
 from watchstep.store.store import Store
+from watchstep_rules.builtin.tensors import similar_across_runs
 from watchstep_rules.builtin.tensors.similar_across_runs import SimilarAcrossRunsState, compare_elements
 from watchstep_rules.config.attached import capture_needs
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.engine.saved_tensors import ReferenceRun
+from watchstep_rules.rule import FindingRows
 from watchstep_rules.saved_block import SavedBlock
 
 NUMBERS = iter(range(100_000))
@@ -339,3 +341,17 @@ def test_small_tensors_that_are_compared_together_give_what_each_gives_alone(
     ]
     assert list(findings) == alone
     assert state.compared == any(old is not None for _, _, old in rows)
+
+
+def test_small_tensors_are_compared_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(similar_across_runs, "_apart", None)
+    infos = [tensor(f"{number}.weight", "weights") for number in range(100)]
+    block = SavedBlock.of(
+        block_of([Row(0, info, [1.0]) for info in infos]), [f32([1.0])] * 100, [f32([2.0])] * 100
+    )
+    _, findings = compare_elements("x", "good", (1e-5, 1e-8), SimilarAcrossRunsState(), block)
+    assert len(findings) == 100
+    assert (findings[7].tensor, findings[7].value) == ("7.weight", 1.0)
+    assert "1 of 1 elements of 7.weight are not those of run good" in findings[7].message
+    assert isinstance(findings, FindingRows)  # built when they are read, and without the tensors
+    assert not any(isinstance(value, SavedBlock) for value in vars(findings).values())
