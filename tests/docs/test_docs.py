@@ -6,8 +6,6 @@ import base64
 import json
 import re
 import secrets
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import yaml
 
 import watchstep
 from docs import tables
+from tests.processes import run_python
 from watchstep.capture.document import document as capture_document
 from watchstep_rules.rule_files import rule_file
 from watchstep_rules.rule_files.rule_file import schema_text
@@ -64,15 +63,7 @@ def test_the_schema_of_receivers_is_as_the_code_says() -> None:
 def test_examples_run(page: Path, tmp_path: Path) -> None:
     program = tmp_path / "example.py"
     program.write_text("\n".join(blocks(page, "python")), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-W", "error", program, cwd=tmp_path, timeout=120)
 
 
 def test_the_readmes_example_is_the_file_and_runs(tmp_path: Path) -> None:
@@ -81,15 +72,8 @@ def test_the_readmes_example_is_the_file_and_runs(tmp_path: Path) -> None:
     example = (ROOT / name).read_text(encoding="utf-8")
     (block,) = blocks(ROOT / "README.md", "python")
     assert example.partition('"""\n\n')[2] == block
-    done = subprocess.run(
-        [sys.executable, "-W", "error", ROOT / name],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step: int64" in done.stdout
+    output = run_python("-W", "error", ROOT / name, cwd=tmp_path)
+    assert "step: int64" in output
 
 
 @pytest.mark.parametrize("text", [t for page in PAGES for t in blocks(page, "yaml")])

@@ -1,5 +1,3 @@
-"""The programs in examples/ run as a user runs them, are recorded completely, and raise no alert; their faults raise one."""
-
 from __future__ import annotations
 
 import math
@@ -13,11 +11,15 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests.docs.test_docs import ROOT
+from tests.docs.test_docs import PAGES, ROOT, blocks
+from tests.launch.beside import end_service_of
 from tests.notebook import Notebook
 from watchstep import Run, open_run
 from watchstep_rules.backtest.backtest import backtest_run
 from watchstep_rules.config.defaults import DEFAULT_RULES
+
+# The programs in examples/ run as a user runs them, are recorded completely, and raise no alert; their faults raise one.
+
 
 EXAMPLES = ROOT / "examples"
 PYTHON = (sys.executable,)
@@ -248,3 +250,24 @@ def test_the_table_of_examples_is_complete() -> None:
     for fault in FAULTS:
         (row,) = re.findall(rf"^\| \[{re.escape(fault.file)}\].*$", readme, re.MULTILINE)
         assert all(f"`{rule}`" in row for rule in fault.rules)
+
+
+# Cells of notebooks on pages
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "ipython")], ids=lambda page: page.name
+)
+def test_cells_run(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    said = {"WATCHSTEP_JOBS": str(tmp_path / "jobs"), "CI": "", "WATCHSTEP_QUIET": ""}
+    with Notebook(tmp_path, said).running() as notebook:
+        notebook.text(blocks(page, "python")[0])
+        for cell in blocks(page, "ipython"):
+            outputs = notebook.run(cell)
+            assert not [each for each in outputs if each.output_type == "error"], outputs
+            assert not [each for each in outputs if each.output_type == "stream" and each.name == "stderr"], (
+                outputs
+            )
+    end_service_of(tmp_path / "watchstep-runs")

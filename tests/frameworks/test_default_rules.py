@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 
 from docs.framework_support import FRAMEWORKS, OWN_INPUTS, FrameworkSupport
 from tests.frameworks.judged_programs import FAULT, JUMP, PROGRAMS, SAVED_EVERY, STEPS, has_layers
+from tests.processes import environment_of, run_python
 from watchstep import Run, open_run
 from watchstep_rules.backtest.backtest import ReplayOutcome, backtest
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -53,21 +51,7 @@ class Trained:
     @cache  # noqa: B019 - one object for the module
     def results(self, framework: str) -> dict[str, Any]:
         results = self._folder / f"{framework}.json"
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), framework, str(self._folder / framework), str(results)],
-            env={
-                "PATH": os.environ["PATH"],
-                "HOME": str(self._folder),
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                "CUDA_VISIBLE_DEVICES": "",
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
+        run_python(SCRIPT, framework, self._folder / framework, results, env=environment_of(self._folder))
         found: dict[str, Any] = json.loads(results.read_text())
         return found
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import torch
+from torch import Tensor, nn
 
 from tests.rules.runs import all_at_once
 from watchstep import CaptureConfig, Hook, open_run
@@ -30,3 +33,22 @@ def evaluate_training(
     outcome = all_at_once(RuleConfig(rule=rule, params=params or {}), open_run(hook.run_url).rows())
     assert outcome.memory.health is not RuleHealth.ERROR, outcome.memory.problem
     return outcome.findings
+
+
+def fit(
+    hook: Hook,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    before: Callable[[int], None] = lambda _: None,
+    after: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Train a watched classifier; call the program's own lines before and after each step."""
+    hook.watch(model, optimizer)
+    for step, (x, y) in enumerate(batches):
+        before(step)
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        after(step)

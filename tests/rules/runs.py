@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
+from typing import Protocol
 
 import numpy as np
 from hypothesis import strategies as st
@@ -115,6 +116,35 @@ def all_at_once(config: RuleConfig, block: Block) -> Outcome:
 def steps_of(outcome: Outcome, name: str) -> list[int]:
     """At which steps a tensor had findings."""
     return [finding.step for finding in outcome.findings if finding.tensor == name]
+
+
+class FoundSteps(Protocol):
+    """The steps of a rule's findings in a whole run, in their order."""
+
+    def __call__(self, block: Block, **params: object) -> list[int]: ...
+
+
+def found_by(rule: str, name: str = "") -> FoundSteps:
+    """Return a function that judges a run by a rule with any parameters, and counts findings of one tensor or of all."""
+
+    def found(block: Block, **params: object) -> list[int]:
+        findings = all_at_once(RuleConfig(rule=rule, params=params), block).findings
+        return [finding.step for finding in findings if name in ("", finding.tensor)]
+
+    return found
+
+
+def first_message(rule: str, block: Block, **params: object) -> str:
+    """The message of a rule's first finding in a whole run."""
+    return all_at_once(RuleConfig(rule=rule, params=params), block).findings[0].message
+
+
+def one_by_one(block: Block) -> list[list[Event]]:
+    """The events of a run in which every step is an evaluation of its own."""
+    return [
+        [Rows(block.where(block.step == step)), Watermark(step)]
+        for step in range(int(block.step.max(initial=-1)) + 1)
+    ]
 
 
 def norms(

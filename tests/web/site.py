@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, Route, expect
 
 from watchstep_services.demo.trainings import Demo, DemoWatcher, launch_both, watch_until_settled
 from watchstep_services.serve.embedded import EmbeddedService
@@ -171,3 +172,43 @@ def screenshot(page: Page, name: str) -> Path:
     path = SCREENSHOTS / f"{name}.png"
     page.screenshot(path=path, full_page=True)
     return path
+
+
+def query(page: Page) -> dict[str, str]:
+    """Return the view state in the address."""
+    return {name: values[0] for name, values in parse_qs(urlsplit(page.url).query).items()}
+
+
+def shown(page: Page) -> None:
+    """Wait until the page of a run or a tensor shows what happened, and its pictures."""
+    expect(page.locator("#verdict")).to_be_visible()
+    settled(page)
+
+
+def drag(page: Page, target: Locator, begin: float, end: float) -> None:
+    """Drag over a part of an element, as shares of its width."""
+    target.scroll_into_view_if_needed()
+    box = target.bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + begin * box["width"], middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + end * box["width"], middle, steps=4)
+    page.mouse.up()
+
+
+def is_wider_than_window(page: Page) -> bool:
+    """Whether the page scrolls sideways."""
+    return bool(page.evaluate("document.documentElement.scrollWidth > innerWidth"))
+
+
+def changed_answers(page: Page, address: Any, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the documents of an address of the service on their way to the page."""
+
+    def changed(route: Route) -> None:
+        answer = route.fetch()
+        document = answer.json()
+        change(document)
+        route.fulfill(response=answer, json=document)
+
+    page.route(address, changed)

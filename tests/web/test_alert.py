@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Page, expect
 
-from tests.web.site import PROJECT, Site, Visit, screenshot, serious_findings, settled
+from tests.web.site import PROJECT, Site, Visit, changed_answers, screenshot, serious_findings, settled
 from watchstep_services.auth import create_token
 from watchstep_services.db.models import AlertInstanceRow, RunRow
 
@@ -181,9 +181,7 @@ def test_an_alert_that_does_not_exist_says_so(visit: Visit, site: Site) -> None:
 
 
 def test_hostile_names_and_a_rule_that_could_not_compare_anything(visit: Visit, path: str) -> None:
-    def change(route: Route) -> None:
-        answer = route.fetch()
-        document = answer.json()
+    def change(document: dict[str, Any]) -> None:
         document["finding"].update(tensor=HOSTILE, module=HOSTILE, upstream=[HOSTILE + "y"])
         document["alert"]["message"] = document["run"]["reason"] = HOSTILE
         document["before"][0]["title"] = HOSTILE
@@ -191,10 +189,9 @@ def test_hostile_names_and_a_rule_that_could_not_compare_anything(visit: Visit, 
         document["series"].update(lines=[], findings=[])
         document["deviations"].update(deviations=[], problem="the store does not answer")
         document["others"][0]["name"] = HOSTILE
-        route.fulfill(response=answer, json=document)
 
     with visit.open(f"/projects/{PROJECT}", width=360, height=780) as page:
-        page.route("**/page", change)
+        changed_answers(page, "**/page", change)
         page.goto(visit.url + path)
         settled(page)
         expect(page.locator("#fired")).to_contain_text("<img src=x onerror=alert(1)>")

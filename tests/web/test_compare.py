@@ -6,9 +6,18 @@ import re
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Page, expect
 
-from tests.web.site import PROJECT, Site, Visit, screenshot, serious_findings, settled
+from tests.web.site import (
+    PROJECT,
+    Site,
+    Visit,
+    changed_answers,
+    is_wider_than_window,
+    screenshot,
+    serious_findings,
+    settled,
+)
 from watchstep_services.auth import create_token
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\n" + "x" * 4000
@@ -117,9 +126,7 @@ def test_a_token_without_permission_is_told_so(visit: Visit, site: Site, path: s
 
 
 def test_differing_settings_and_names_are_text(visit: Visit, site: Site, path: str) -> None:
-    def change(route: Route) -> None:
-        answer = route.fetch()
-        comparison = answer.json()
+    def change(comparison: dict[str, Any]) -> None:
         comparison["settings"] = [
             {"source": "hyperparameter", "name": "learning_rate", "values": [0.01, 0.1]},
             {"source": "environment", "name": HOSTILE, "values": [HOSTILE, None]},
@@ -129,10 +136,9 @@ def test_differing_settings_and_names_are_text(visit: Visit, site: Site, path: s
             divergence["tensors"][0]["tensor"] = HOSTILE
         for series in comparison["series"]:
             series["tensor"] = HOSTILE
-        route.fulfill(response=answer, json=comparison)
 
     with visit.open(f"/projects/{PROJECT}", width=360) as page:
-        page.route("**/comparison?*", change)
+        changed_answers(page, "**/comparison?*", change)
         page.goto(visit.url + path)
         settled(page)
         settings = card(page, "Differing settings")
@@ -140,13 +146,13 @@ def test_differing_settings_and_names_are_text(visit: Visit, site: Site, path: s
         expect(settings).to_contain_text("not set")
         expect(card(page, "First difference")).to_contain_text("<img src=x onerror=alert(1)>")
         assert page.locator("main img").count() == 0
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert not is_wider_than_window(page)
         assert serious_findings(page) == []
 
 
 def test_a_narrow_screen(visit: Visit, path: str) -> None:
     with visit.open(path, width=360, height=780) as page:
         settled(page)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert not is_wider_than_window(page)
         assert serious_findings(page) == []
         screenshot(page, "compare-narrow")

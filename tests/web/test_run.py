@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
-from playwright.sync_api import Locator, Page, Route, expect
+from playwright.sync_api import Page, expect
 
-from tests.web.site import Site, Visit, screenshot, serious_findings, settled
+from tests.web.site import (
+    Site,
+    Visit,
+    changed_answers,
+    drag,
+    is_wider_than_window,
+    query,
+    screenshot,
+    serious_findings,
+    settled,
+    shown,
+)
 
 HOSTILE = "<img src=x onerror=alert(1)>\n\u202ereversed\u202c " + "w" * 4000
 
 
-def shown(page: Page) -> None:
-    """Wait until the page of a run shows what happened, and its pictures."""
-    expect(page.locator("#verdict")).to_be_visible()
-    settled(page)
-
-
-def query(page: Page) -> dict[str, str]:
-    """Return the view state in the address."""
-    return {name: values[0] for name, values in parse_qs(urlsplit(page.url).query).items()}
-
-
-def drag(page: Page, target: Locator, begin: float, end: float) -> None:
-    """Drag over a part of an element, as shares of its width."""
-    target.scroll_into_view_if_needed()
-    box = target.bounding_box()
-    assert box is not None
-    middle = box["y"] + box["height"] / 2
-    page.mouse.move(box["x"] + begin * box["width"], middle)
-    page.mouse.down()
-    page.mouse.move(box["x"] + end * box["width"], middle, steps=4)
-    page.mouse.up()
-
-
-def is_wider_than_window(page: Page) -> bool:
-    return bool(page.evaluate("document.documentElement.scrollWidth > innerWidth"))
-
-
 def open_changed(visit: Visit, page: Page, path: str, change: Callable[[dict[str, Any]], None]) -> None:
     """Open a run whose overview is changed on its way to the page."""
-
-    def changed(route: Route) -> None:
-        answer = route.fetch()
-        overview = answer.json()
-        change(overview)
-        route.fulfill(response=answer, body=json.dumps(overview))
-
-    page.route(re.compile("/overview"), changed)
+    changed_answers(page, re.compile("/overview"), change)
     page.goto(visit.url + path)
 
 

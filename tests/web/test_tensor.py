@@ -5,16 +5,28 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 import numpy as np
 import pytest
-from playwright.sync_api import Locator, Page, Route, expect
+from playwright.sync_api import Locator, Page, expect
 
 from tests.sdk.format.blocks import Row, block_of, tensor
 from tests.services.recording import Recording
-from tests.web.site import PROJECT, Site, Visit, screenshot, serious_findings, settled
+from tests.web.site import (
+    PROJECT,
+    Site,
+    Visit,
+    changed_answers,
+    drag,
+    is_wider_than_window,
+    query,
+    screenshot,
+    serious_findings,
+    settled,
+    shown,
+)
 from watchstep.format import segment
 from watchstep.format.layout import SnapshotKey
 from watchstep.format.snapshot import PARTS, Described, TensorPart, header
@@ -32,33 +44,6 @@ TIMES = " \N{MULTIPLICATION SIGN} "
 
 def path_of(site: Site, name: str, query: str = "", run: str | None = None) -> str:
     return f"{site.run_path(run or site.faulty)}/tensors/{quote(name, safe='')}{query}"
-
-
-def shown(page: Page) -> None:
-    """Wait until the page of a tensor shows what happened, and its pictures."""
-    expect(page.locator("#verdict")).to_be_visible()
-    settled(page)
-
-
-def query(page: Page) -> dict[str, str]:
-    """Return the view state in the address."""
-    return {name: values[0] for name, values in parse_qs(urlsplit(page.url).query).items()}
-
-
-def is_wider_than_window(page: Page) -> bool:
-    return bool(page.evaluate("document.documentElement.scrollWidth > innerWidth"))
-
-
-def drag(page: Page, target: Locator, begin: float, end: float) -> None:
-    """Drag over a part of an element, as shares of its width."""
-    target.scroll_into_view_if_needed()
-    box = target.bounding_box()
-    assert box is not None
-    middle = box["y"] + box["height"] / 2
-    page.mouse.move(box["x"] + begin * box["width"], middle)
-    page.mouse.down()
-    page.mouse.move(box["x"] + end * box["width"], middle, steps=4)
-    page.mouse.up()
 
 
 def section(page: Page, name: str) -> Locator:
@@ -304,9 +289,7 @@ def test_a_narrow_screen(visit: Visit, site: Site) -> None:
 
 
 def test_hostile_names_are_text(visit: Visit, sharded: str) -> None:
-    def changed(route: Route) -> None:
-        answer = route.fetch()
-        view: dict[str, Any] = answer.json()
+    def hostile(view: dict[str, Any]) -> None:
         finding = {"attempt": "a1", "step": 3, "mode": "train", "worker": 0, "value": 1, "threshold": 0}
         view["rules"] = [
             {
@@ -319,11 +302,10 @@ def test_hostile_names_are_text(visit: Visit, sharded: str) -> None:
             }
         ]
         view["neighbours"] |= {"previous": HOSTILE, "next": HOSTILE, "module": [view["tensor"]] * 1}
-        route.fulfill(response=answer, body=json.dumps(view))
 
     with visit.open("/", width=700) as page:
         settled(page)
-        page.route(re.compile(r"/tensor\?"), changed)
+        changed_answers(page, re.compile(r"/tensor\?"), hostile)
         visit.expect("404")  # the snapshots do not contain it
         page.goto(f"{visit.url}{sharded}{quote(HOSTILE, safe='')}")
         shown(page)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.web.site import PROJECT, Site, Visit, screenshot, serious_findings, settled
+from tests.web.site import PROJECT, Site, Visit, query, screenshot, serious_findings, settled, shown
 from tests.web.traced_runs import (
     LARGE_BAD_STEP,
     LARGE_STEPS,
@@ -53,16 +53,6 @@ def wait_until_registered(site: Site) -> None:
         f"{site.url}/v1/projects/{PROJECT}/runs", headers=headers, json={"run": RUN}, timeout=30
     )
     assert response.is_success, response.text
-
-
-def query(page: Page) -> dict[str, str]:
-    """Return the view state in the address."""
-    return {name: values[0] for name, values in parse_qs(urlsplit(page.url).query).items()}
-
-
-def shown(page: Page) -> None:
-    expect(page.locator("#verdict")).to_be_visible()
-    settled(page)
 
 
 def timeline(page: Page) -> Locator:

@@ -59,7 +59,7 @@ def main() -> None:
         },
         "histogram": [getattr(batch.histogram, name).tolist() for name in ("offsets", "bins", "counts")],
     }
-    with open(sys.argv[4], "w", encoding="utf-8") as file:  # noqa: PTH123 - a script
+    with open(f"{sys.argv[4]}/{rank}.json", "w", encoding="utf-8") as file:  # noqa: PTH123 - a script
         json.dump(data, file)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -12,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import environment_of, run_python
 
 pytest.importorskip(
     "flax", reason="FLAX IS NOT INSTALLED: activations of JAX programs are not proven by this run"
@@ -30,6 +30,7 @@ from flax import nnx
 
 from tests.frameworks.jax import module_programs
 from tests.frameworks.jax.module_programs import NAMES, SCAN, STEPS, TRAIN, batches, loss_of
+from tests.frameworks.recorded_programs import values
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.jax import Recording
 from watchstep.jax.activations import modules
@@ -93,11 +94,6 @@ def outputs_of(run: Any) -> list[Any]:
     infos = [info for info in run.catalogue if "activations" in info.collections]
     assert {info.role for info in infos} <= {"output"}
     return sorted(infos, key=lambda info: info.order)
-
-
-def values(run: Any, name: str, column: str) -> list[float]:
-    found: list[float] = run.tensor(name).statistics().column(column).to_pylist()
-    return found
 
 
 def probe(run: Any, name: str, figure: str) -> list[float]:
@@ -492,24 +488,15 @@ def test_watchstep_run_records_them_if_the_configuration_names_them(names_it: bo
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
     collections = {("activations" if names_it else "gradients"): {"cadence": {"every": 1}}}
-    done = subprocess.run(
-        [sys.executable, "-m", "watchstep.command", "run", "--", sys.executable, str(program)],
-        cwd=ROOT,
-        env={
-            "PATH": os.environ["PATH"],
-            "HOME": str(tmp_path),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "JAX_PLATFORMS": "cpu",
-            "WATCHSTEP_STORE": str(tmp_path / "store"),
-            "WATCHSTEP_RUN": "r",
-            "WATCHSTEP_CAPTURE": json.dumps({"collections": collections}),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
+    environment = environment_of(
+        tmp_path,
+        JAX_PLATFORMS="cpu",
+        WATCHSTEP_STORE=str(tmp_path / "store"),
+        WATCHSTEP_RUN="r",
+        WATCHSTEP_CAPTURE=json.dumps({"collections": collections}),
     )
-    assert done.returncode == 0, done.stderr
+    command = ("-m", "watchstep.command", "run", "--", sys.executable, program)
+    run_python(*command, cwd=ROOT, env=environment, timeout=120)
     run = open_run(tmp_path / "store" / "default" / "r")
     names = [info.name for info in outputs_of(run)]
     assert ("first:output" in names) == names_it

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import run_python
 
 jax = pytest.importorskip("jax")
 
@@ -609,15 +609,7 @@ def test_shards() -> None:
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", SHARDS],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_python("-c", SHARDS, env=environment)
 
 
 # Laws

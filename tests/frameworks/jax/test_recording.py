@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import run_python
+
 pytest.importorskip("jax")
 
 import jax
@@ -21,6 +23,7 @@ import numpy as np
 import optax
 
 from tests.frameworks.jax import programs
+from tests.frameworks.recorded_programs import values
 from watchstep import CaptureConfig, Hook, StopTraining, open_run
 from watchstep.jax import Recording, observed
 from watchstep_rules.backtest.backtest import backtest
@@ -33,14 +36,8 @@ EVERYTHING = CaptureConfig(overhead_budget=None)
 @pytest.fixture(scope="module")
 def plain_losses() -> dict[str, list[str]]:
     """Losses of all programs in a process without Watchstep."""
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.frameworks.jax.programs"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    losses: dict[str, list[str]] = json.loads(child.stdout.splitlines()[-1])
+    output = run_python("-m", "tests.frameworks.jax.programs", cwd=ROOT)
+    losses: dict[str, list[str]] = json.loads(output.splitlines()[-1])
     return losses
 
 
@@ -55,12 +52,6 @@ def recorded(store: Path, run: Any, **options: Any) -> tuple[Any, dict[str, Any]
         hook.close()
     assert not hook.health["faults"]
     return result, hook.health, open_run(store / "default" / "r")
-
-
-def values(run: Any, name: str, column: str) -> list[float]:
-    """A column of a tensor's statistics, by step."""
-    found: list[float] = run.tensor(name).statistics().column(column).to_pylist()
-    return found
 
 
 def described(run: Any, name: str) -> Any:
@@ -391,7 +382,7 @@ def test_an_unmodified_program_is_recorded(tmp_path: Path) -> None:
         "--run",
         "r",
     ]
-    plain = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    output = run_python(program)
     child = subprocess.run(
         [*command, "--", sys.executable, program],
         capture_output=True,
@@ -399,7 +390,7 @@ def test_an_unmodified_program_is_recorded(tmp_path: Path) -> None:
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    assert child.stdout == plain.stdout
+    assert child.stdout == output
     run = open_run(tmp_path / "store" / "default" / "r")
     assert run.tensor("loss").steps() == list(range(programs.STEPS))
     assert "second.kernel:gradient" in run.tensors()

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import run_python
+
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
@@ -199,14 +201,6 @@ def test_the_examples_of_the_guide_run(tmp_path: Path) -> None:
     replay = ("-m", "watchstep.command", "replay", "bad.safetensors", "--program", "train.py")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     for arguments, expected in ((("first.py",), printed[0]), (("train.py",), ""), (replay, printed[1])):
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        shown = done.stdout.replace(f"{tmp_path.resolve()}/", "").replace("first.py", "train.py")
+        output = run_python(*arguments, cwd=tmp_path, env=environment)
+        shown = output.replace(f"{tmp_path.resolve()}/", "").replace("first.py", "train.py")
         assert shown == expected

@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.processes import run_python
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
@@ -289,16 +290,8 @@ def test_a_program_over_several_devices_runs(tmp_path: Path) -> None:
     """Neither a ring with a sharding nor one without breaks it."""
     program = Path(__file__).parent / "sharded_ring_program.py"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [[[0, 1, 2, 3], [0, 2], 1]] * 2 + [[True, [32, 16] * 14]]
+    output = run_python(program, env=environment, timeout=120)
+    assert json.loads(output) == [[[0, 1, 2, 3], [0, 2], 1]] * 2 + [[True, [32, 16] * 14]]
 
 
 @pytest.mark.parametrize("transformation", ["vmap", "vmap of jit", "pmap", "shard_map", "export"])

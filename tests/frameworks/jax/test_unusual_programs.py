@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tests.frameworks.recorded_programs import values
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.jax import Recording
 
@@ -54,11 +55,6 @@ def closed(hook: Hook) -> Any:
     """The run of a hook that is closed now."""
     hook.close()
     return open_run(hook.run_url)
-
-
-def values(run: Any, name: str, column: str = "mean") -> list[float]:
-    found: list[float] = run.tensor(name).statistics().column(column).to_pylist()
-    return found
 
 
 def test_gradients_and_weights_may_have_other_dtypes(hook: Hook) -> None:

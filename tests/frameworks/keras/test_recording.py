@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from watchstep import Run, open_run
+from tests.frameworks.recorded_programs import RecordedPrograms, figures, unmodified_run, values
+from tests.processes import environment_of
+from watchstep import Run
 from watchstep.wrapper.environment import INJECTED
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -32,48 +30,9 @@ KINDS = {
 ALL = [(backend, kind) for backend in BACKENDS for kind in KINDS[backend].split()]
 
 
-def environment(home: Path, first: str = "", **variables: str) -> dict[str, str]:
-    paths = os.pathsep.join(filter(None, [first, *sys.path]))
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    return {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": paths, **quiet, **variables}
-
-
-class Trained:
-    """The results of all programs on a backend."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @cache  # noqa: B019 - one object for the module
-    def results(self, backend: str) -> dict[str, Any]:
-        own = self._folder / backend
-        own.mkdir()
-        done = subprocess.run(
-            [sys.executable, str(PROGRAMS), str(own / "runs"), str(own / "results.json")],
-            env=environment(own, KERAS_BACKEND=backend),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=400,
-        )
-        assert done.returncode == 0, done.stderr
-        results: dict[str, Any] = json.loads((own / "results.json").read_text())
-        return results
-
-    def run(self, backend: str, kind: str) -> Run:
-        self.results(backend)
-        return open_run(self._folder / backend / "runs" / "default" / kind)
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return Trained(tmp_path_factory.mktemp("keras"))
-
-
-def figures(run: Run, name: str, column: str = "mean", mode: str = "train") -> dict[int, Any]:
-    table = run.tensor(name).statistics().to_pydict()
-    rows = zip(table["step"], table["mode"], table[column], strict=True)
-    return {step: value for step, own, value in rows if own == mode}
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RecordedPrograms:
+    return RecordedPrograms(PROGRAMS, tmp_path_factory.mktemp("keras"))
 
 
 def bad_steps(run: Run, names: list[str]) -> set[int]:
@@ -88,14 +47,16 @@ def bad_steps(run: Run, names: list[str]) -> set[int]:
 
 
 @pytest.mark.parametrize(("backend", "kind"), ALL)
-def test_a_recorded_program_computes_the_same_bits(trained: Trained, backend: str, kind: str) -> None:
+def test_a_recorded_program_computes_the_same_bits(
+    trained: RecordedPrograms, backend: str, kind: str
+) -> None:
     result = trained.results(backend)[kind]
     assert result["faults"] == {}
     assert result["equal"]
 
 
 @pytest.mark.parametrize(("backend", "kind"), ALL)
-def test_each_batch_is_a_step_with_its_gradients(trained: Trained, backend: str, kind: str) -> None:
+def test_each_batch_is_a_step_with_its_gradients(trained: RecordedPrograms, backend: str, kind: str) -> None:
     run = trained.run(backend, kind)
     steps = list(range(2 * STEPS if kind == "fit" else STEPS))
     measured = [0, 5] if (backend, kind) == ("tensorflow", "several_steps") else steps
@@ -109,7 +70,7 @@ def test_each_batch_is_a_step_with_its_gradients(trained: Trained, backend: str,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_losses_are_those_of_batches_and_of_evaluations(trained: Trained, backend: str) -> None:
+def test_losses_are_those_of_batches_and_of_evaluations(trained: RecordedPrograms, backend: str) -> None:
     run, history = trained.run(backend, "fit"), trained.results(backend)["fit"]["losses"]
     losses = list(figures(run, "loss").values())
     for epoch in (0, 1):
@@ -121,14 +82,14 @@ def test_losses_are_those_of_batches_and_of_evaluations(trained: Trained, backen
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "torch"])
-def test_losses_of_loops_of_the_program_s_own(trained: Trained, backend: str) -> None:
+def test_losses_of_loops_of_the_program_s_own(trained: RecordedPrograms, backend: str) -> None:
     losses = trained.results(backend)["own_loop"]["losses"]
     assert list(figures(trained.run(backend, "own_loop"), "loss").values()) == pytest.approx(losses)
     assert list(figures(trained.run(backend, "own_step"), "loss")) == list(range(STEPS))
 
 
 @pytest.mark.skipif("tensorflow" not in BACKENDS, reason="TENSORFLOW IS NOT INSTALLED")
-def test_a_compiled_and_an_eager_program_have_the_same_figures(trained: Trained) -> None:
+def test_a_compiled_and_an_eager_program_have_the_same_figures(trained: RecordedPrograms) -> None:
     expected = figures(trained.run("tensorflow", "run_eagerly"), "hidden.kernel:gradient", "square_sum")
     compiled = figures(trained.run("tensorflow", "jit_compile"), "hidden.kernel:gradient", "square_sum")
     assert list(compiled.values()) == pytest.approx(list(expected.values()), rel=1e-3)
@@ -136,7 +97,9 @@ def test_a_compiled_and_an_eager_program_have_the_same_figures(trained: Trained)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_updates_that_overflow_are_numbered_with_gradients_and_scale(trained: Trained, backend: str) -> None:
+def test_updates_that_overflow_are_numbered_with_gradients_and_scale(
+    trained: RecordedPrograms, backend: str
+) -> None:
     run = trained.run(backend, "overflow")
     scales = figures(run, "gradient_scaler:scale")
     skipped = bad_steps(run, NAMES)
@@ -158,13 +121,13 @@ def test_updates_that_overflow_are_numbered_with_gradients_and_scale(trained: Tr
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_updates_that_overflow_are_no_fault(trained: Trained, backend: str) -> None:
+def test_updates_that_overflow_are_no_fault(trained: RecordedPrograms, backend: str) -> None:
     outcomes = backtest(trained.run(backend, "overflow").rows(), DEFAULT_RULES)
     assert [outcome.config.rule for outcome in outcomes if outcome.fired or outcome.problem] == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nan_stops_the_training(trained: Trained, backend: str) -> None:
+def test_nan_stops_the_training(trained: RecordedPrograms, backend: str) -> None:
     kinds = ["planted"] if backend == "torch" else ["planted", "planted_several"]
     for kind in kinds:
         assert trained.results(backend)[kind] == {"stopped": BAD, "faults": {}}
@@ -174,7 +137,7 @@ def test_nan_stops_the_training(trained: Trained, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_saved_model_has_every_variable_of_its_optimizer(trained: Trained, backend: str) -> None:
+def test_a_saved_model_has_every_variable_of_its_optimizer(trained: RecordedPrograms, backend: str) -> None:
     assert trained.results(backend)["saved"] == {"variables": 14, "equal": True, "iterations": STEPS}
 
 
@@ -191,26 +154,112 @@ print(model.fit(x, x[:, :2], batch_size=8, verbose=0, shuffle=False).history)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_unmodified_program_is_recorded(tmp_path: Path, backend: str) -> None:
-    outputs = []
-    for first in ("", str(INJECTED)):
-        done = subprocess.run(
-            [sys.executable, "-c", UNMODIFIED],
-            env=environment(
-                tmp_path,
-                first,
-                KERAS_BACKEND=backend,
-                WATCHSTEP_STORE=str(tmp_path / "runs"),
-                WATCHSTEP_RUN="unmodified",
-                WATCHSTEP_OVERHEAD_BUDGET="none",
-            ),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
-    assert outputs[0] == outputs[1]
-    run = open_run(tmp_path / "runs" / "default" / "unmodified")
+    run = unmodified_run(tmp_path, UNMODIFIED, INJECTED, KERAS_BACKEND=backend)
     assert list(figures(run, "loss")) == list(range(6))
     assert list(figures(run, "dense.kernel:gradient")) == list(range(6))
+
+
+# Programs with several models, losses or optimizers
+
+
+pytest.importorskip("keras", reason="KERAS IS NOT INSTALLED: its adapter is not proven by this run")
+
+UNUSUAL_PROGRAMS = Path(__file__).with_name("unusual_programs.py")
+UNUSUAL_BACKENDS = [name for name in ("tensorflow", "torch") if importlib.util.find_spec(name)]
+UNUSUAL_KINDS = {
+    "tensorflow": "own_updates copied adversarial alternating evaluating several_losses one_replica",
+    "torch": "own_updates copied alternating evaluating",
+}
+needs_tensorflow = pytest.mark.skipif(
+    "tensorflow" not in UNUSUAL_BACKENDS, reason="TENSORFLOW IS NOT INSTALLED: as above"
+)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> RecordedPrograms:
+    return RecordedPrograms(UNUSUAL_PROGRAMS, tmp_path_factory.mktemp("unusual"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [(backend, kind) for backend in UNUSUAL_BACKENDS for kind in UNUSUAL_KINDS[backend].split()],
+)
+def test_an_unusual_program_computes_the_same_bits(
+    programs: RecordedPrograms, backend: str, kind: str
+) -> None:
+    result = programs.results(backend)[kind]
+    assert result["faults"] == {}
+    assert result["equal"]
+
+
+@needs_tensorflow
+def test_each_optimizer_has_its_own_loss_and_learning_rate(programs: RecordedPrograms) -> None:
+    run = programs.run("tensorflow", "adversarial")
+    generated, discriminated = zip(*programs.results("tensorflow")["adversarial"]["losses"], strict=True)
+    assert values(run, "loss") == pytest.approx(generated)
+    assert values(run, "loss_2") == pytest.approx(discriminated)
+    assert values(run, "optimizer:learning_rate/0") == pytest.approx([0.01])
+    assert values(run, "optimizer_2:learning_rate/0") == pytest.approx([0.02])
+    assert run.steps("train") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("backend", UNUSUAL_BACKENDS)
+def test_models_with_layers_of_the_same_names_have_rows_of_their_own(
+    programs: RecordedPrograms, backend: str
+) -> None:
+    run = programs.run(backend, "alternating")
+    losses = programs.results(backend)["alternating"]["losses"]
+    assert values(run, "loss") == pytest.approx([first for first, _ in losses])
+    assert values(run, "loss_2") == pytest.approx([second for _, second in losses])
+    for name in ("hidden.kernel", "model_2.hidden.kernel"):
+        assert len(values(run, f"{name}:gradient")) == 4
+    assert values(run, "hidden.kernel")[0] != values(run, "model_2.hidden.kernel")[0]
+
+
+@pytest.mark.parametrize("backend", UNUSUAL_BACKENDS)
+def test_a_loss_that_nothing_differentiates_is_not_that_of_a_step(
+    programs: RecordedPrograms, backend: str
+) -> None:
+    losses = programs.results(backend)["evaluating"]["losses"]
+    assert values(programs.run(backend, "evaluating"), "loss") == pytest.approx(losses)
+
+
+@needs_tensorflow
+def test_an_update_by_several_losses_has_none_and_health_reports_it(programs: RecordedPrograms) -> None:
+    assert "loss" not in programs.run("tensorflow", "several_losses").tensors()
+    assert "several losses" in programs.results("tensorflow")["several_losses"]["notes"]["tensorflow"]
+
+
+@needs_tensorflow
+def test_a_strategy_with_one_replica_is_recorded(programs: RecordedPrograms) -> None:
+    run = programs.run("tensorflow", "one_replica")
+    assert run.steps("train") == [0, 1, 2, 3]
+    mean = sum(values(run, "loss")) / 4
+    assert programs.results("tensorflow")["one_replica"]["losses"] == pytest.approx([mean], rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", UNUSUAL_BACKENDS)
+def test_an_optimizer_that_is_not_observed_is_reported(programs: RecordedPrograms, backend: str) -> None:
+    result = programs.results(backend)["own_updates"]
+    assert "OwnUpdates" in result["notes"]["keras"]
+    assert programs.run(backend, "own_updates").steps("train") == []
+
+
+@pytest.mark.parametrize("backend", UNUSUAL_BACKENDS)
+def test_a_copy_of_the_callback_is_the_same_recording(programs: RecordedPrograms, backend: str) -> None:
+    assert programs.run(backend, "copied").steps("train") == [0, 1, 2, 3]
+
+
+def test_a_module_of_the_program_with_the_name_of_a_framework_is_none(tmp_path: Path) -> None:
+    for name in ("keras", "jax", "optax", "tensorflow", "xgboost", "lightgbm", "torch"):
+        (tmp_path / f"{name}.py").write_text("x = 1\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import keras, jax, optax, tensorflow, xgboost, lightgbm, torch"],
+        cwd=tmp_path,
+        env=environment_of(tmp_path, INJECTED, WATCHSTEP_STORE=str(tmp_path / "runs")),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import environment_of, run_python
 from watchstep import open_run
 
 pytest.importorskip("lightgbm", reason="LIGHTGBM IS NOT INSTALLED: attaching to it is not proven by this run")
@@ -35,23 +34,13 @@ print(first.model_to_string() + second.model_to_string())
 def test_each_training_of_an_unmodified_program_is_a_run(tmp_path: Path) -> None:
     outputs = {}
     for name in ("plain", "recorded"):
-        environment = {
-            "WATCHSTEP_STORE": str(tmp_path / "runs"),
-            "WATCHSTEP_RUN": "boosted",
-            "WATCHSTEP_ATTEMPT": tmp_path.name,
-            "HOME": str(tmp_path),
-            "PYTHONPATH": ":".join(path for path in sys.path if path),
-        }
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", PROGRAM, name],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
+        environment = environment_of(
+            tmp_path,
+            WATCHSTEP_STORE=str(tmp_path / "runs"),
+            WATCHSTEP_RUN="boosted",
+            WATCHSTEP_ATTEMPT=tmp_path.name,
         )
-        assert done.returncode == 0, done.stderr
-        outputs[name] = done.stdout
+        outputs[name] = run_python("-W", "error", "-c", PROGRAM, name, env=environment, timeout=120)
     assert outputs["plain"] == outputs["recorded"]
     first, second = (open_run(tmp_path / "runs" / "default" / name) for name in ("boosted", "boosted-2"))
     assert first.steps("train") == list(range(4))

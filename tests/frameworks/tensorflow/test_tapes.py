@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from watchstep import Run, open_run
+from tests.frameworks.recorded_programs import RecordedPrograms, figures, unmodified_run
 from watchstep.wrapper.environment import INJECTED
 
 pytest.importorskip("tensorflow", reason="TENSORFLOW IS NOT INSTALLED: its adapter is not proven by this run")
@@ -21,44 +16,24 @@ STEPS, BAD = 8, 3
 NAMES = ["hidden.bias", "hidden.kernel", "out.kernel"]
 
 
-def environment(home: Path, **variables: str) -> dict[str, str]:
-    paths = os.pathsep.join([*variables.pop("first", "").split(), *filter(None, sys.path)])
-    return {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": paths, **variables}
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("tapes")
-    done = subprocess.run(
-        [sys.executable, str(PROGRAMS), str(folder / "runs"), str(folder / "results.json")],
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder / "runs" / "default", json.loads((folder / "results.json").read_text())
-
-
-def figures(run: Run, name: str, column: str = "mean") -> dict[int, Any]:
-    table = run.tensor(name).statistics().to_pydict()
-    return dict(zip(table["step"], table[column], strict=True))
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RecordedPrograms:
+    return RecordedPrograms(PROGRAMS, tmp_path_factory.mktemp("tapes"))
 
 
 @pytest.mark.parametrize("kind", ["eager", "graph", "compiled", "loop", "penalty", "rows", "compiled_rows"])
-def test_a_recorded_program_computes_the_same_bits(trained: tuple[Path, dict[str, Any]], kind: str) -> None:
-    store, results = trained
+def test_a_recorded_program_computes_the_same_bits(trained: RecordedPrograms, kind: str) -> None:
+    results = trained.results("tensorflow")
     assert results[kind]["faults"] == {}
     assert results[kind]["equal"]
-    losses = figures(open_run(store / kind), "loss")
+    losses = figures(trained.run("tensorflow", kind), "loss")
     assert list(losses) == list(range(STEPS))
     assert list(losses.values()) == pytest.approx(results[kind]["losses"])
 
 
 @pytest.mark.parametrize("kind", ["eager", "graph", "compiled"])
-def test_gradients_and_weights_of_each_step(trained: tuple[Path, dict[str, Any]], kind: str) -> None:
-    run = open_run(trained[0] / kind)
+def test_gradients_and_weights_of_each_step(trained: RecordedPrograms, kind: str) -> None:
+    run = trained.run("tensorflow", kind)
     for name in NAMES:
         assert list(figures(run, name)) == list(range(STEPS))
         assert list(figures(run, f"{name}:gradient")) == list(range(STEPS))
@@ -69,29 +44,29 @@ def test_gradients_and_weights_of_each_step(trained: tuple[Path, dict[str, Any]]
     assert run.tensor("out.kernel").info.shape == (12, 3)
 
 
-def test_figures_of_all_kinds_are_those_of_eager_code(trained: tuple[Path, dict[str, Any]]) -> None:
-    expected = figures(open_run(trained[0] / "eager"), "out.kernel:gradient", "square_sum")
+def test_figures_of_all_kinds_are_those_of_eager_code(trained: RecordedPrograms) -> None:
+    expected = figures(trained.run("tensorflow", "eager"), "out.kernel:gradient", "square_sum")
     for kind in ("graph", "compiled"):
-        values = figures(open_run(trained[0] / kind), "out.kernel:gradient", "square_sum")
+        values = figures(trained.run("tensorflow", kind), "out.kernel:gradient", "square_sum")
         assert list(values.values()) == pytest.approx(list(expected.values()), rel=1e-4)
 
 
-def test_slices_of_rows_are_measured(trained: tuple[Path, dict[str, Any]]) -> None:
-    counts = figures(open_run(trained[0] / "rows"), "embedding.table:gradient", "count")
+def test_slices_of_rows_are_measured(trained: RecordedPrograms) -> None:
+    counts = figures(trained.run("tensorflow", "rows"), "embedding.table:gradient", "count")
     assert list(counts.values()) == [4 * (7 + step) for step in range(STEPS)]
 
 
-def test_the_gradients_of_the_first_step_of_a_call_are_measured(trained: tuple[Path, dict[str, Any]]) -> None:
-    assert list(figures(open_run(trained[0] / "loop"), "out.kernel:gradient")) == [0]
+def test_the_gradients_of_the_first_step_of_a_call_are_measured(trained: RecordedPrograms) -> None:
+    assert list(figures(trained.run("tensorflow", "loop"), "out.kernel:gradient")) == [0]
 
 
 def test_nan_stops_a_graph_after_its_step_and_eager_code_before_its_update(
-    trained: tuple[Path, dict[str, Any]],
+    trained: RecordedPrograms,
 ) -> None:
-    store, results = trained
+    results = trained.results("tensorflow")
     assert results["bad_graph"] == {"stopped": BAD, "faults": {}, "finite": False}
     assert results["bad_eager"]["stopped"] == BAD
-    nan = figures(open_run(store / "bad_graph"), "hidden.kernel:gradient", "nan")
+    nan = figures(trained.run("tensorflow", "bad_graph"), "hidden.kernel:gradient", "nan")
     assert [step for step, count in nan.items() if count] == [BAD]
 
 
@@ -111,26 +86,6 @@ print([float(step(tf.constant(np.full((3, 4), 0.1 * n, "float32")))) for n in ra
 
 
 def test_an_unmodified_program_is_recorded(tmp_path: Path) -> None:
-    outputs = []
-    for first in ("", str(INJECTED)):
-        done = subprocess.run(
-            [sys.executable, "-c", UNMODIFIED],
-            env=environment(
-                tmp_path,
-                first=first,
-                WATCHSTEP_STORE=str(tmp_path / "runs"),
-                WATCHSTEP_RUN="unmodified",
-                WATCHSTEP_OVERHEAD_BUDGET="none",
-                TF_CPP_MIN_LOG_LEVEL="3",
-            ),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
-    assert outputs[0] == outputs[1]
-    run = open_run(tmp_path / "runs" / "default" / "unmodified")
+    run = unmodified_run(tmp_path, UNMODIFIED, INJECTED)
     assert list(figures(run, "loss")) == list(range(6))
     assert list(figures(run, "dense.kernel:gradient")) == list(range(6))

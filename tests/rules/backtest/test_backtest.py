@@ -1,4 +1,4 @@
-"""Backtests without a service: rows by their steps, in parts; and journals written by hand."""
+"""Backtests of recorded runs, and sweeps over parameters."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
-from tests.rules.runs import LAST, segments
-from watchstep.errors import NotFoundError
+from tests.rules.custom.programs import HEAD, LOUD
+from tests.rules.runs import LAST, all_at_once, in_steps, norms, segments
+from watchstep.errors import NotFoundError, RuleError
 from watchstep.format import documents, journal, layout, segment
 from watchstep.format.block import Block, concatenate
 from watchstep.format.documents import RunDocument
@@ -25,9 +26,13 @@ from watchstep_rules.backtest.backtest import (
     backtest_run,
     backtest_sets,
 )
-from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.backtest.sweep import parse_sweep, variations
+from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
 
-CONFIGS = (
+# Backtests
+
+
+BACKTEST_CONFIGS = (
     RuleConfig(rule="non_finite_values", params={"allow_infinity_in": []}),
     RuleConfig(rule="exploding_gradient", params={"growth": 1.5, "warmup": 3, "window": 3}),
     RuleConfig(rule="vanishing_gradient", params={"threshold": 10.0, "relative": 0.9}),
@@ -62,8 +67,8 @@ def test_a_run_read_in_parts_has_the_findings_of_the_whole(
     monkeypatch.setattr(replay, "ROWS", rows)
     recorded(run_store(tmp_path), seed)
     run = open_run(tmp_path / "vision" / "first")
-    (attempt,) = backtest_run(run, CONFIGS).attempts
-    result = backtest(run.rows("a1"), CONFIGS)
+    (attempt,) = backtest_run(run, BACKTEST_CONFIGS).attempts
+    result = backtest(run.rows("a1"), BACKTEST_CONFIGS)
     assert any(outcome.findings for outcome in result)
     assert attempt.outcomes == result
     assert attempt.order is JudgingOrder.STEPS
@@ -73,18 +78,18 @@ def test_a_run_read_in_parts_has_the_findings_of_the_whole(
 def test_sets_are_judged_by_themselves(tmp_path: Path) -> None:
     recorded(run_store(tmp_path), 1)
     location = tmp_path / "vision" / "first"
-    loose = CONFIGS[1].model_copy(update={"params": {"growth": 1e30}})
-    first, second = backtest_sets(location, [CONFIGS, [loose]])
-    assert first == backtest_run(location, CONFIGS)
+    loose = BACKTEST_CONFIGS[1].model_copy(update={"params": {"growth": 1e30}})
+    first, second = backtest_sets(location, [BACKTEST_CONFIGS, [loose]])
+    assert first == backtest_run(location, BACKTEST_CONFIGS)
     assert [outcome.findings for attempt in second.attempts for outcome in attempt.outcomes] == [[]]
 
 
 def test_findings_beyond_the_first_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(run_store(tmp_path), 1)
     location = tmp_path / "vision" / "first"
-    (whole,) = backtest_run(location, CONFIGS[:1]).attempts
+    (whole,) = backtest_run(location, BACKTEST_CONFIGS[:1]).attempts
     monkeypatch.setattr("watchstep_rules.backtest.replay.FINDINGS_KEPT", 2)
-    (cut,) = backtest_run(location, CONFIGS[:1]).attempts
+    (cut,) = backtest_run(location, BACKTEST_CONFIGS[:1]).attempts
     everything, limited = whole.outcomes[0], cut.outcomes[0]
     assert limited.findings == everything.findings[:2]
     assert limited.found == everything.found == len(everything.findings) > 2
@@ -117,7 +122,7 @@ def ranks_of_one_writer(store: Store, *, with_ranks: bool = True) -> None:
 
 
 def replayed(folder: Path) -> tuple[JudgingOrder, tuple[str, ...], list[ReplayOutcome]]:
-    (attempt,) = backtest_run(folder / "vision" / "first", CONFIGS).attempts
+    (attempt,) = backtest_run(folder / "vision" / "first", BACKTEST_CONFIGS).attempts
     return attempt.order, attempt.notes, attempt.outcomes
 
 
@@ -144,4 +149,161 @@ def test_without_ranks_in_the_journal_the_order_is_lost_with_the_segments(tmp_pa
 
 def test_a_run_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="not found"):
-        backtest_run(tmp_path / "vision" / "first", CONFIGS)
+        backtest_run(tmp_path / "vision" / "first", BACKTEST_CONFIGS)
+
+
+# Sweeps
+
+
+SWEEP_CONFIGS = (
+    RuleConfig(rule="non_finite_values", inhibits=("vanishing_gradient",)),
+    RuleConfig(rule="vanishing_gradient", hold=MinimumDuration(steps=5)),
+    RuleConfig(rule="exploding_gradient", name="explosion", params={"window": 30}),
+    RuleConfig(rule="oscillating_loss"),
+)
+
+
+def values(text: str) -> list[object]:
+    return [setting.value for setting in parse_sweep(text, SWEEP_CONFIGS).settings]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("threshold=1e-9:1e-5:5", [1e-9, 1e-8, 1e-7, 1e-6, 1e-5]),
+        ("vanishing_gradient.relative=0.001:0.003:3", [0.001, 0.002, 0.003]),
+        ("threshold=1e-6,2e-6", [1e-7, 1e-6, 2e-6]),
+        ("explosion.window=10:40:4", [10, 20, 30, 40]),
+        ("explosion.window=29:31:9", [29, 30, 31]),
+        ("explosion.growth=100:2:2", [2.0, 100.0]),
+        ("non_finite_values.only_nan=true", [False, True]),
+        ("vanishing_gradient.for=1,2", [1, 2, 5]),
+    ],
+)
+def test_values_are_listed_or_spaced_and_include_the_current_value(text: str, found: list[object]) -> None:
+    assert values(text) == found
+
+
+def test_a_range_has_seven_values_and_marks_the_current_value() -> None:
+    sweep = parse_sweep("threshold=1e-9:1e-3", SWEEP_CONFIGS)
+    assert len(sweep.settings) == 7
+    assert sweep.current == 1e-7
+    assert str(sweep.settings[0]) == "vanishing_gradient.threshold=1e-09"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("threshold", "no values"),
+        ("=1", "no values"),
+        ("nothing=1", "has a parameter 'nothing'"),
+        ("other.threshold=1", "no rule config is named 'other'"),
+        ("window=1,2", "explosion.window, oscillating_loss.window"),
+        ("threshold=1e-9:x", "not a valid range"),
+        ("threshold=1:2:3:4", "not a valid range"),
+        ("threshold=1:2:1", "not a valid range"),
+        ("threshold=1:inf", "not a valid range"),
+        ("threshold=-1,1", "is not valid"),
+        ("threshold=word", "is not valid"),
+        ("vanishing_gradient.for=0", "is not valid"),
+        ("vanishing_gradient.for=1:99999999999999999999:3", "is not valid"),
+        ("vanishing_gradient.for=99999999999999999999", "not a valid value"),
+        ("threshold=[", "not a valid value"),
+        ("threshold=[1],{a}", "'[1]' is not a valid value"),
+        ("threshold=2024-13-45", "not a valid value"),
+        ("threshold=!!int abc", "not a valid value"),
+        ("threshold=" + "9" * 5000, "is not valid"),
+        ("threshold=1:" + "9" * 5000, "not a valid range"),
+    ],
+)
+def test_what_cannot_be_swept_is_reported(text: str, message: str) -> None:
+    with pytest.raises(RuleError) as caught:
+        parse_sweep(text, SWEEP_CONFIGS)
+    assert message in str(caught.value)
+
+
+def test_the_parameters_of_a_python_rules_class_are_swept() -> None:
+    configs = [
+        RuleConfig(
+            rule="python",
+            name="loud",
+            params={"source": LOUD, "class": "Loud", "params": {"threshold": 5.0}, "seconds": 7.0},
+            hold=MinimumDuration(steps=2),
+        ),
+        RuleConfig(rule="vanishing_gradient"),
+    ]
+    for text, found in (
+        ("loud.over=2,4", [2, 3, 4]),  # the class's default is 3
+        ("over=1:5:3", [1, 3, 5]),
+        ("loud.threshold=0.5", [0.5, 5.0]),
+        ("loud.for=1", [1, 2]),
+    ):
+        assert [setting.value for setting in parse_sweep(text, configs).settings] == found
+    with pytest.raises(RuleError, match="several rules have this parameter") as caught:
+        parse_sweep("threshold=1,2", configs)
+    assert "loud.threshold, vanishing_gradient.threshold" in caught.value.hint
+    with pytest.raises(RuleError, match="no rule has a parameter 'share'") as caught:
+        parse_sweep("loud.share=0.5", configs)
+    assert caught.value.hint == "use one of for, over, threshold"
+    with pytest.raises(RuleError, match=r"params\.over: Input should be a valid integer"):
+        parse_sweep("loud.over=much", configs)
+    sweeps = [parse_sweep("loud.over=2", configs), parse_sweep("loud.threshold=1", configs)]
+    grid = variations(configs, sweeps)
+    assert [variation.configs[0].params["params"] for variation in grid] == [
+        {"threshold": threshold, "over": over} for over in (2, 3) for threshold in (1, 5.0)
+    ]
+    assert [variation.current for variation in grid] == [False, False, False, True]
+    assert all(variation.configs[0].params["seconds"] == 7.0 for variation in grid)
+    rows = in_steps(norms("first", [1.0, 3.0, 9.0, 9.0, 9.0]))
+    by_threshold = variations(configs, [parse_sweep("loud.threshold=1,20", configs)])
+    found_at = {
+        variation.settings[0].value: bool(all_at_once(variation.configs[0], rows).findings)
+        for variation in by_threshold
+    }
+    assert (found_at[1], found_at[20]) == (True, False)
+
+
+def test_long_and_nested_parameters_of_a_class_are_not_swept() -> None:
+    source = HEAD + (
+        "class P(Params):\n    text: str = 'x' * 2000\n    names: tuple[str, ...] = ()\n    word: str = 'a'\n"
+        "    large: int = 2**80\n    endless: float = float('inf')\n"
+        "    model_config = {'allow_inf_nan': True}\n\n\n"
+        "class Many(Rule[P, State]):\n    name = 'many'\n    summary = 'many'\n    merge = 'watermark'\n    needs = Needs(collections=())\n\n"
+        "    def evaluate(self, params, state, context, block, now):\n        return state, []\n"
+    )
+    config = RuleConfig(rule="python", name="many", params={"source": source, "class": "Many"})
+    assert [setting.value for setting in parse_sweep("many.word=b", [config]).settings] == ["b", "a"]
+    with pytest.raises(RuleError, match="no rule has a parameter 'large'") as caught:
+        parse_sweep("many.large=3", [config])
+    assert caught.value.hint == "use one of for, word"
+
+
+def test_several_sweeps_make_a_grid_of_what_is_needed() -> None:
+    sweeps = [
+        parse_sweep("threshold=1e-8,1e-6", SWEEP_CONFIGS),
+        parse_sweep("explosion.growth=10", SWEEP_CONFIGS),
+    ]
+    grid = variations(SWEEP_CONFIGS, sweeps)
+    assert len(grid) == 3 * 2
+    assert [variation.current for variation in grid].count(True) == 1
+    first = grid[0]
+    assert [config.name for config in first.configs] == [
+        "non_finite_values",
+        "vanishing_gradient",
+        "explosion",
+    ]
+    assert first.judged == {"vanishing_gradient", "explosion"}
+    assert [config.params for config in first.configs] == [
+        {},
+        {"threshold": 1e-8},
+        {"window": 30, "growth": 10},
+    ]
+    assert variations(SWEEP_CONFIGS, []) == []
+
+
+def test_a_grid_is_bounded_and_sweeps_each_parameter_once() -> None:
+    sweep = parse_sweep("threshold=1e-9:1e-3:100", SWEEP_CONFIGS)
+    with pytest.raises(RuleError, match="combinations, over the limit of 200"):
+        variations(SWEEP_CONFIGS, [sweep, parse_sweep("explosion.growth=2,3,4", SWEEP_CONFIGS)])
+    with pytest.raises(RuleError, match="swept more than once"):
+        variations(SWEEP_CONFIGS, [sweep, sweep])

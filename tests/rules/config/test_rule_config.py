@@ -1,3 +1,5 @@
+"""Rule configs, their defaults, their message templates and their patterns of names."""
+
 from __future__ import annotations
 
 import re
@@ -5,13 +7,33 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.sdk.format.blocks import gradient, tensor
+from watchstep.errors import RuleError
 from watchstep_rules.builtin.gradients.exploding_gradient import ExplodingGradientParams
-from watchstep_rules.config.rule_config import RuleConfig, StopAction, TensorScope, Timing, WebhookAction
+from watchstep_rules.config import rule_config
+from watchstep_rules.config.defaults import DEFAULT_RULES, OFF_BY_DEFAULT
+from watchstep_rules.config.rule_config import (
+    FIELDS,
+    MOST_FILLED,
+    RuleConfig,
+    StopAction,
+    TensorScope,
+    Timing,
+    WebhookAction,
+    check,
+    fill,
+)
 from watchstep_rules.registry import RULES
 from watchstep_rules.rule import Needs
+from watchstep_rules.rule_files import rule_file
+from watchstep_rules.signals import tensor_selection
+
+# Configs
+
 
 WHOLE: dict[str, Any] = {
     "rule": "exploding_gradient",
@@ -178,3 +200,158 @@ def test_a_scope_narrows_what_findings_are_about_and_not_the_evidence() -> None:
     assert only.selects(replace(gradient("a"), collections=("mine",)), needs)
     assert not only.selects(gradient("a"), needs)
     assert only.selects(tensor("loss", "losses", shape=()), needs)
+
+
+# Defaults
+
+
+def test_the_defaults_are_a_rule_file() -> None:
+    assert (
+        rule_file.check({"rules": [config.as_data() for config in DEFAULT_RULES]}, "defaults")
+        == DEFAULT_RULES
+    )
+
+
+def test_every_rule_is_on_by_default_once_or_off() -> None:
+    on = [config.rule for config in DEFAULT_RULES]
+    assert sorted([*on, *OFF_BY_DEFAULT]) == sorted(RULES)
+
+
+def test_only_what_does_not_return_stops_a_job() -> None:
+    assert [config.rule for config in DEFAULT_RULES if config.stops] == ["nan_or_inf"]
+
+
+WAIT_BY_THEMSELVES = {
+    "dead_relu",
+    "saturated_activation",
+    "class_imbalance",
+    "symmetric_units",
+    "frozen_batch_norm",
+    "running_statistics_frozen",
+    "starved_expert",
+    "hyperparameter_jump",
+    "absent_from_optimizer",
+    "loss_spike",
+    "gradients_cease",
+    "validation_loss_jump",
+}
+"""They fire after several records, or when chance is ruled out."""
+ONCE = {"poor_initialization"}
+EXACT = {"replica_divergence", "scaler_skips", "missing_zero_grad", "optimizer_not_stepping"}
+"""They compare bits, or count what the program reports."""
+
+
+def test_one_fault_of_a_layer_or_loss_is_one_alert() -> None:
+    lasting = {config.rule: config.timing.keep_steps for config in DEFAULT_RULES}
+    assert {name for name, steps in lasting.items() if steps == 100} == {
+        "loss_not_decreasing",
+        "slow_convergence",
+        "oscillating_loss",
+        "loss_spike",
+        "lost_progress",
+    }
+    assert {name for name, steps in lasting.items() if steps == 10} == {
+        "vanishing_gradient",
+        "dead_relu",
+        "saturated_activation",
+        "weight_not_updating",
+        "unlike_earlier_runs",
+        "hyperparameter_jump",
+        "gradients_cease",
+        "starved_expert",
+    }
+
+
+def test_rules_that_judge_by_size_wait_for_a_second_look() -> None:
+    at_once = {config.rule for config in DEFAULT_RULES if config.hold.steps == 1 and not config.stops}
+    assert at_once <= WAIT_BY_THEMSELVES | ONCE | EXACT
+
+
+# Templates of messages
+
+
+VALUES = {name: name.upper() for name in FIELDS} | {"label.team": "vision"}
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ("", ""),
+        ("{tensor} at {step}", "TENSOR at STEP"),
+        ("{{tensor}} {label.team}", "{tensor} vision"),
+        ("{{{run}}}", "{RUN}"),
+        ("100 % of $HOME %s", "100 % of $HOME %s"),
+    ],
+)
+def test_fields_are_filled_in(text: str, filled: str) -> None:
+    check(text, {"team": "vision"})
+    assert fill(text, VALUES) == filled
+
+
+def test_what_is_filled_in_is_not_looked_at_again() -> None:
+    assert fill("{message}", {"message": "{run} {{"}) == "{run} {{"
+
+
+def test_a_value_that_is_missing_is_a_dash_and_a_long_message_is_cut() -> None:
+    assert fill("{run}", {}) == "-"
+    assert len(fill("{message}", {"message": "x" * 10 * MOST_FILLED})) == MOST_FILLED
+
+
+@given(st.text(alphabet="{}[].!:_a1") | st.text())
+def test_any_text_is_refused_or_filled(text: str) -> None:
+    try:
+        check(text, {})
+    except ValueError as error:
+        refused = str(error)
+    else:
+        refused = ""
+        assert fill(text, VALUES).count("{") <= text.count("{")
+    assert not refused or "field" in refused or "brace" in refused
+
+
+def test_every_field_is_described() -> None:
+    assert all(rule_config.FIELDS.values())
+
+
+# Patterns of names
+
+
+_LETTERS = st.sampled_from(["a", "b", "a.b", ".", ".*", "a+", "(a|b)", "[ab]", "b?", r"\.", "$"])
+
+
+@given(st.lists(_LETTERS, max_size=6).map("".join), st.text("ab.", max_size=8))
+def test_a_name_is_matched_from_its_start_as_elsewhere(pattern: str, name: str) -> None:
+    try:
+        expected = re.match(pattern, name) is not None
+    except re.error:
+        return
+    assert tensor_selection.matches(pattern, name) == expected
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(.*.*.*.*.*.*.*.*.*.*)*X", "(a|a)*b", "(a?){300}a{300}b"])
+def test_no_expression_takes_long(pattern: str) -> None:
+    assert not TensorScope(include=pattern).selects(tensor("a" * 5000 + "c", "weights"), Needs(()))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("a{99999999999}", "more than 1000 repetitions"),
+        ("a{2,99999999999}", "more than 1000 repetitions"),
+        ("(" * 5000 + ")" * 5000, "over the limit of 1000"),
+        ("((((a{9}){9}){9}){9}){9}", "repetition"),
+        ("(?=a)b", "combine 'include' and 'exclude'"),
+        (r"(a)\1", "no lookarounds and backreferences"),
+        (r"a\Z", r"write '\\z' for the end"),
+        ("(", r"missing \)"),
+        ("a\0", "control character"),
+        (r"\pL" * 300, "too large"),
+    ],
+)
+def test_what_cannot_be_used_states_what_can(
+    pattern: str, hint: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = {"rules": [{"rule": "nan_or_inf", "tensors": {"include": pattern}}]}
+    with pytest.raises(RuleError, match=hint):
+        rule_file.check(data, "mine")
+    assert capfd.readouterr().err == ""

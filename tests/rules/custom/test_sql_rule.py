@@ -1,13 +1,14 @@
-"""SQL rules: their findings, for any split of a run, and what they cannot do."""
-
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -27,10 +28,13 @@ from tests.rules.runs import (
 )
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.format.block import Block
+from watchstep.reading.columns import Columns
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import Child
 from watchstep_rules.custom.sandbox.program import limited_rule_time
+from watchstep_rules.custom.sql.process import QuerySource, Question, select
+from watchstep_rules.custom.sql.query import QueryLimits
 from watchstep_rules.custom.sql.rule import QUERIES_CHECKED
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule_files import rule_file
@@ -495,3 +499,24 @@ def test_rules_that_take_longer_than_an_evaluation_allows_leave_the_rest_unjudge
     assert "took over 0.5 s in one evaluation" in problem
     assert "WATCHSTEP_RULE_SECONDS" in problem
     assert len(all_at_once(sql(LOUD), block).findings) == 6
+
+
+# Queries about a run in a child process: what they request, and that the child serves the next query.
+
+
+def test_a_query_with_a_limit_does_not_request_rows_after_its_end() -> None:
+    pytest.importorskip("duckdb")
+    step = np.arange(1000, dtype=np.int64)
+    requested = 0
+
+    def scan(names: Sequence[str], _tensors: frozenset[str] | None) -> Iterator[Columns]:
+        nonlocal requested
+        for _ in range(200):
+            requested += 1
+            yield dict.fromkeys(names, step)
+
+    source = QuerySource((), (), scan)
+    for _ in range(20):  # the same child serves all
+        answer = select(Question("SELECT step FROM statistics", 7, "json", QueryLimits(256, 10.0)), source)
+        assert len(json.loads(bytes(answer.content))["rows"]) == 7
+    assert requested <= 20 * 10

@@ -1,5 +1,8 @@
+"""The evaluation of a rule config, its inputs and its limits."""
+
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,19 +23,24 @@ from tests.rules.runs import (
     splits,
     steps_of,
 )
-from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from tests.sdk.format.blocks import Row, block_of, gradient, rows_of, tensor
 from watchstep.format.block import Block, concatenate
 from watchstep.format.tensors import Placement
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.builtin.gradients.exploding_gradient import ExplodingGradient
 from watchstep_rules.config.rule_config import RuleConfig, TensorScope
 from watchstep_rules.engine.alert import Phase
-from watchstep_rules.engine.judge import RuleHealth, RuleMemory, judge
-from watchstep_rules.engine.rule_inputs import JudgingProgress
+from watchstep_rules.engine.judge import JudgingLimits, RuleHealth, RuleMemory, judge, judge_set
+from watchstep_rules.engine.rule_inputs import JudgingProgress, RuleInputs
+from watchstep_rules.engine.series_limit import MOST_SERIES, limited
 from watchstep_rules.registry import RULES
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.series import merge_shards
 
-NAN = RuleConfig(rule="non_finite_values")
+# Evaluation
+
+
+NON_FINITE = RuleConfig(rule="non_finite_values")
 GRADIENT = gradient("a")
 
 
@@ -82,10 +90,10 @@ def rows(steps: list[int], worker: int = 0, **more: Any) -> Rows:
 
 
 def test_a_rule_without_rows_has_no_data() -> None:
-    outcome = follow(NAN, [[], [Watermark(3)]])
+    outcome = follow(NON_FINITE, [[], [Watermark(3)]])
     assert outcome.memory == RuleMemory()
     assert outcome.memory.health is RuleHealth.NO_DATA
-    outcome = follow(NAN, [[Rows(block_of([Row(0, tensor("x", "system"), [math.nan])]))]])
+    outcome = follow(NON_FINITE, [[Rows(block_of([Row(0, tensor("x", "system"), [math.nan])]))]])
     assert outcome.memory.health is RuleHealth.NO_DATA
 
 
@@ -102,7 +110,9 @@ def test_a_rule_that_raises_reports_it_and_keeps_its_alert(sizes: RuleConfig) ->
 
 
 def test_per_worker_rules_judge_at_once_and_sealed_ones_wait(sizes: RuleConfig) -> None:
-    assert steps_of(follow(NAN, [[Rows(block_of([Row(7, GRADIENT, [math.nan])]))]]), GRADIENT.name) == [7]
+    assert steps_of(
+        follow(NON_FINITE, [[Rows(block_of([Row(7, GRADIENT, [math.nan])]))]]), GRADIENT.name
+    ) == [7]
     outcome = follow(sizes, [[rows([0, 1, 2])], [Watermark(1)], [Watermark(1)], [Watermark(2)]])
     assert steps_of(outcome, GRADIENT.name) == [0, 1, 2]
     assert outcome.memory.evaluated_rows == 3
@@ -138,7 +148,7 @@ def test_late_rows_are_context_to_rules_that_wait_for_seals(sizes: RuleConfig) -
 
 def test_late_rows_are_judged_by_rules_that_take_each_worker_by_itself() -> None:
     late = Rows(block_of([Row(1, GRADIENT, [math.nan], worker=1)]))
-    assert steps_of(follow(NAN, [[rows([0, 1]), Watermark(1)], [late]]), GRADIENT.name) == [1]
+    assert steps_of(follow(NON_FINITE, [[rows([0, 1]), Watermark(1)], [late]]), GRADIENT.name) == [1]
 
 
 def test_shards_are_merged_when_their_step_is_sealed(sizes: RuleConfig) -> None:
@@ -331,3 +341,139 @@ def test_evidence_alone_is_no_data() -> None:
     assert (memory.health, memory.evaluated_rows) == (RuleHealth.NO_DATA, 0)
     memory = all_at_once(RuleConfig(rule="exploding_gradient"), block).memory
     assert (memory.health, memory.evaluated_rows) == (RuleHealth.OK, 1)
+
+
+# Limits of an evaluation
+
+
+NAN = float("nan")
+CONFIGS = [RuleConfig(rule="non_finite_values"), RuleConfig(rule="nan_or_inf")]
+
+
+def inputs(step: int, value: float = NAN) -> RuleInputs:
+    rows = block_of([Row(step, gradient(f"layer{index}", order=index), [value]) for index in range(5)])
+    return RuleInputs(Block.empty(), rows, JudgingProgress(-1, step, 0))
+
+
+def test_findings_beyond_the_limit_are_counted() -> None:
+    verdicts = judge_set([(config, RuleMemory()) for config in CONFIGS], inputs(3), JudgingLimits(findings=2))
+    assert [(len(verdict.findings), verdict.finding_count) for verdict in verdicts] == [(2, 5), (2, 5)]
+    unlimited = judge_set([(config, RuleMemory()) for config in CONFIGS], inputs(3))
+    assert [verdict.memory for verdict in verdicts] == [verdict.memory for verdict in unlimited]
+
+
+def test_rules_after_the_time_limit_keep_their_state_with_an_error() -> None:
+    fired = judge_set([(config, RuleMemory()) for config in CONFIGS], inputs(3))
+    memories = [verdict.memory for verdict in fired]
+    late = judge_set(list(zip(CONFIGS, memories, strict=True)), inputs(4, 1.0), JudgingLimits(seconds=-1.0))
+    for verdict, memory in zip(late, memories, strict=True):
+        assert verdict.memory.health is RuleHealth.ERROR
+        assert "took more than" in verdict.memory.problem
+        assert verdict.memory.alert == memory.alert
+        assert not verdict.transitions
+
+
+def test_an_exception_of_the_check_ends_the_evaluation() -> None:
+    def ending() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        judge_set([(CONFIGS[0], RuleMemory())], inputs(3), JudgingLimits(check_running=ending))
+
+
+def test_time_in_which_the_process_was_suspended_leaves_out_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = itertools.count(0.0, 3600.0)
+    monkeypatch.setattr("time.monotonic", lambda: next(moments))
+    monkeypatch.setattr("time.perf_counter", lambda: next(moments))
+    verdicts = judge_set(
+        [(config, RuleMemory()) for config in CONFIGS], inputs(3), JudgingLimits(seconds=30.0)
+    )
+    assert all(verdict.memory.health is not RuleHealth.ERROR for verdict in verdicts)
+
+
+# Inputs
+
+
+GRADIENTS = RuleConfig(rule="exploding_gradient", params={"window": 2})
+LOSSES = RuleConfig(rule="loss_spike", params={"window": 5}, tensors=TensorScope(exclude="val"))
+
+
+def in_scope(config: RuleConfig, block: Block) -> Block:
+    needs = config.implementation.needed(config.parameters)
+    return block.where(
+        block.mask_of_tensors([config.tensors.selects(info, needs) for info in block.catalogue])
+    )
+
+
+def of_roles(block: Block, roles: tuple[str, ...], others: bool) -> Block:
+    """Rows of tensors with some roles, all where there are none; or the others."""
+    return block.where(
+        block.mask_of_tensors([(not roles or info.role in roles) != others for info in block.catalogue])
+    )
+
+
+@given(runs(), st.integers(-1, 24), st.integers(0, 8))
+def test_rows_that_rules_share_are_those_that_each_would_take_alone(
+    events: list[Event], before: int, further: int
+) -> None:
+    parts = [event.block for event in events if isinstance(event, Rows)]
+    half = len(parts) // 2
+    history, arrived = concatenate(parts[:half]), concatenate(parts[half:])
+    shared = RuleInputs(history, arrived, JudgingProgress(before, before + further, 0))
+    for config in (GRADIENTS, LOSSES, GRADIENTS):
+        pool = in_scope(config, concatenate([history, arrived]))
+        due = (pool.step > before) & (pool.step <= before + further)
+        reach = config.implementation.lookback(config.parameters)
+        assert rows_of(shared.block(config)) == rows_of(merge_shards(pool.where(due)))
+        context, earlier = shared.context(config), merge_shards(pool.where(pool.step <= before))
+        roles = ("gradient",) if config is GRADIENTS else ()
+        for evidence in (False, True):
+            depth = 1 if config is GRADIENTS and evidence else reach
+            assert rows_of(of_roles(context, roles, evidence)) == rows_of(
+                of_roles(earlier, roles, evidence).tail(depth)
+            )
+    assert rows_of(shared.block(NON_FINITE)) == rows_of(in_scope(NON_FINITE, arrived))
+    assert len(shared.context(NON_FINITE)) == 0
+
+
+# The limit of series
+
+
+LAYERS = 100
+WORKERS = MOST_SERIES // LAYERS + 50
+CONFIG = RuleConfig.model_validate({"rule": "nan_or_inf"})
+
+
+def all_workers(step: int, value: float) -> Block:
+    """One row of each layer on each worker."""
+    infos = [gradient(f"layer{index:03d}", order=index) for index in range(LAYERS)]
+    return block_of([Row(step, info, [value], worker=worker) for worker in range(WORKERS) for info in infos])
+
+
+def test_an_alert_about_more_series_than_the_limit_fires_for_the_first_cause_and_resolves() -> None:
+    bad = all_workers(3, NAN)
+    verdict = judge(CONFIG, RuleMemory(), Block.empty(), bad, JudgingProgress(-1, 3, 0))
+    assert len(verdict.findings) == LAYERS * WORKERS
+    assert [change.phase for change in verdict.transitions] == [Phase.FIRING]
+    finding = verdict.transitions[-1].finding
+    assert finding is not None
+    assert (finding.step, finding.worker) == (3, 0)
+    state = verdict.memory.model_dump_json()
+    assert len(state) < 400 * MOST_SERIES
+
+    healthy = all_workers(4, 1.0)
+    after = judge(CONFIG, verdict.memory, bad, healthy, JudgingProgress(3, 4, 0))
+    assert [change.phase for change in after.transitions] == [Phase.RESOLVED]
+
+
+def test_followed_series_keep_their_findings() -> None:
+    bad = block_of([Row(3, gradient(f"layer{index}", order=index), [NAN]) for index in range(10)])
+    findings = judge(CONFIG, RuleMemory(), Block.empty(), bad, JudgingProgress(-1, 3, 0)).findings
+    followed = {"layer9.weight:gradient@0/train", "other.weight:gradient@0/train"}
+    chosen = limited(findings, followed, most=4)
+    assert [finding.tensor for finding in chosen] == [
+        "layer0.weight:gradient",
+        "layer1.weight:gradient",
+        "layer9.weight:gradient",
+    ]
+    assert limited(findings, followed, most=12) is findings

@@ -36,16 +36,10 @@ from watchstep.errors import NotFoundError, StoreError
 from watchstep.format.block import Block
 from watchstep.format.layout import SnapshotKey
 from watchstep.format.snapshot import (
-    DTYPES,
     INFOS,
     MAX_COLLECTIONS,
-    MAX_NAMES,
-    MISSING_NAMES,
     PARTS,
-    Described,
     TensorPart,
-    header,
-    infos_metadata,
     open_snapshot,
     widened,
 )
@@ -424,13 +418,17 @@ def test_bytes_beyond_a_limit_are_reported(
     monkeypatch.undo()
 
 
-def test_bytes_count_as_float64_to_which_rules_convert(
-    folder_store: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("array", "dtype", "size"),
+    [(np.zeros(8, np.uint8), "F8_E4M3", 64), (np.zeros(8, np.complex64), None, 128)],
+)
+def test_bytes_count_as_the_elements_to_which_rules_convert(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch, array: Any, dtype: str | None, size: int
 ) -> None:
-    save(folder_store, 10, {replace(OUTPUT, shape=(8,)): np.zeros(8, np.uint8)}, dtype="F8_E4M3")
-    monkeypatch.setattr(saved_tensors, "STEP_BYTES", 63)
+    save(folder_store, 10, {replace(OUTPUT, shape=(8,)): array}, dtype=dtype)
+    monkeypatch.setattr(saved_tensors, "STEP_BYTES", size - 1)
     outcome = evaluations_of(folder_store).follow(away(), together(mark(10)))
-    assert "have 64 bytes" in outcome.memory.problem
+    assert f"have {size} bytes" in outcome.memory.problem
 
 
 def test_the_newest_objects_are_read_and_the_others_counted(folder_store: Store) -> None:
@@ -588,15 +586,12 @@ def described(**fields: Any) -> str:
         hostile(PARTS, "{"),
         hostile(PARTS, "[" * 100_000),
         hostile(PARTS, json.dumps({OUTPUT.name: {"shape": [2, 2], "start": [1, 0], "shard": True}})),
-        hostile(PARTS, json.dumps({OUTPUT.name: {"shape": [2], "start": [0], "shard": True}})),
-        hostile(PARTS, json.dumps({OUTPUT.name: {"shape": [-2, 2], "start": [0, 0], "shard": True}})),
-        hostile(PARTS, json.dumps({OUTPUT.name: 7})),
         encoded({replace(OUTPUT, name="n" * 5000): full(9.0)}),
         encoded({OUTPUT: full(9.0)}) + b"more",
         b"\xff" * 64,
         b"\xff\xff\xff\xff\xff\xff\xff\x7f" + bytes(64),
     ],
-    ids=range(24),
+    ids=range(21),
 )
 def test_a_damaged_or_hostile_object_is_reported(folder_store: Store, data: bytes) -> None:
     folder_store.put(PATH, data)
@@ -769,16 +764,6 @@ def test_looking_up_collections_is_within_the_time_limit(folder_store: Store) ->
         saved.block(REFERENCE, WEIGHTS_AT_10)
 
 
-def test_objects_that_name_more_missing_tensors_than_writers_do_are_refused(folder_store: Store) -> None:
-    names = [f"layer{number}" for number in range(MAX_NAMES + 1)]
-    for step, some in ((10, names[:-1]), (20, names)):
-        metadata = {MISSING_NAMES: json.dumps(some)}
-        save(folder_store, step, {OUTPUT: full(9.0)}, metadata=metadata)
-    outcome = evaluations_of(folder_store).follow(away(), together(mark(10), mark(20)))
-    assert steps(outcome) == [10]
-    assert "names 1001 missing tensors" in outcome.memory.problem
-
-
 def test_headers_are_not_kept(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 1024 * 1024
     for step in range(20):
@@ -810,19 +795,6 @@ def test_the_memory_of_descriptions_is_limited(folder_store: Store, monkeypatch:
     assert (
         "descriptions of the saved tensors of this evaluation take more than 20000" in outcome.memory.problem
     )
-
-
-def test_complex_elements_count_as_complex128(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(folder_store, 10, {replace(OUTPUT, shape=(8,)): np.zeros(8, np.complex64)})
-    monkeypatch.setattr(saved_tensors, "STEP_BYTES", 127)
-    assert "have 128 bytes" in evaluations_of(folder_store).follow(away(), together(mark(10))).memory.problem
-
-
-@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F32", "BOOL", "C64"])
-def test_an_empty_tensor_with_a_shape_that_numpy_refuses_is_reported(folder_store: Store, dtype: str) -> None:
-    shape = (0, 2**62 // DTYPES[dtype].itemsize)
-    folder_store.put(PATH, header([Described(OUTPUT.name, dtype, shape)], infos_metadata([OUTPUT])))
-    assert "has an invalid shape" in with_bad(folder_store).memory.problem
 
 
 def test_values_are_measured_only_for_rules_that_read_statistics_and_once(

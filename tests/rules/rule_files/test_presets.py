@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from tests.rules.builtin.losses.losses import classes
+from tests.rules.builtin.losses import classes
 from tests.rules.runs import all_at_once
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.errors import RuleError

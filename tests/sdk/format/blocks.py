@@ -140,3 +140,14 @@ def rows(draw: st.DrawFn) -> Row:
 
 
 blocks = st.lists(rows(), max_size=16).map(block_of)
+
+
+BLOCK = block_of(
+    [
+        Row(step, info, [1.0 * step, -3e-5, float("nan")], worker=worker, place=Placement(worker, 2), probes={"dead": 0.5})
+        for step in range(8)
+        for info in INFOS
+        for worker in (0, 1)
+    ]
+)  # fmt: skip
+"""A block of all kinds of tensors, of two workers."""

@@ -1,13 +1,9 @@
-"""Segments as Parquet: what was written is read, and hostile files are refused before memory is allocated."""
-
 from __future__ import annotations
 
-import base64
+import io
 import json
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -16,58 +12,25 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.sdk.format.blocks import INFOS, Row, block_of, blocks, rows_of
-from tests.sdk.format.parquet_files import read_claims
+from tests.sdk.format.blocks import BLOCK, rows_of
+from tests.sdk.format.parquet_files import (
+    TABLE,
+    WHOLE,
+    decode,
+    encode,
+    opened,
+    read_claims,
+    refused,
+    with_column,
+    written,
+)
 from watchstep.errors import FormatError
-from watchstep.format.block import Block
-from watchstep.format.catalogue import catalogue_bytes, metadata
-from watchstep.format.parquet.table import to_block, to_table
-from watchstep.format.segment_checks import HISTOGRAM_COLUMNS, MAX_ROWS
-from watchstep.format.tensors import Placement
-from watchstep.reading import parquet_object
-from watchstep.reading.compaction import encode_compacted
-from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
-from watchstep.store.store import Store
+from watchstep.format.parquet.table import to_table
+from watchstep.format.segment_checks import MAX_ROWS
+
+# Segments as Parquet: what was written is read, and hostile files are refused before memory is allocated.
 
 
-class OneObject:
-    """A store with one object."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def get_range(self, _key: str, start: int, length: int) -> bytes:
-        return self._data[start : start + length]
-
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        return [memoryview(self.get_range(key, *place)) for place in ranges]
-
-
-def opened(data: bytes) -> ParquetObject:
-    return open_object(cast("Store", OneObject(data)), "run/seg", len(data), Catalogues())
-
-
-def decode(data: bytes, *, histograms: bool = True) -> Block:
-    parquet = opened(data)
-    columns = parquet.columns if histograms else parquet.columns - HISTOGRAM_COLUMNS
-    return to_block(parquet.read(columns), parquet.catalogue, "run/seg")
-
-
-def encode(block: Block) -> bytes:
-    table = to_table(block).replace_schema_metadata(metadata(catalogue_bytes(block.catalogue)))
-    return encode_compacted(table)
-
-
-BLOCK = block_of(
-    [
-        Row(step, info, [1.0 * step, -3e-5, float("nan")], worker=worker, place=Placement(worker, 2), probes={"dead": 0.5})
-        for step in range(8)
-        for info in INFOS
-        for worker in (0, 1)
-    ]
-)  # fmt: skip
-WHOLE = encode(BLOCK)
-TABLE = pq.read_table(pa.BufferReader(WHOLE))
 MEMORY = 64 * 1024 * 1024
 
 
@@ -81,27 +44,6 @@ def memory() -> Iterator[pa.MemoryPool]:
     pa.set_memory_pool(usual)
 
 
-def written(table: pa.Table, **changed: object) -> bytes:
-    """A Parquet file with a segment's metadata, some of it changed."""
-    sink = pa.BufferOutputStream()
-    metadata = {**TABLE.schema.metadata, **{name.encode(): value for name, value in changed.items()}}
-    pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd")
-    return bytes(sink.getvalue())
-
-
-def with_column(name: str, values: Any, kind: Any = None) -> bytes:
-    """A segment with one column replaced."""
-    place = TABLE.schema.get_field_index(name)
-    column = values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values, kind)
-    return written(TABLE.set_column(place, name, column))
-
-
-def refused(data: bytes) -> str:
-    with pytest.raises(FormatError, match=r"segment run/seg\b.*\n  hint: ") as caught:
-        decode(data)
-    return caught.value.what
-
-
 @pytest.mark.parametrize("name", ["step.x", "histogram_bins.list.item", "tensor.list.element"])
 def test_a_column_that_is_read_along_with_one_of_a_segment_is_refused(name: str) -> None:
     assert "not one of a segment's" in refused(written(TABLE.append_column(name, TABLE.column("mean"))))
@@ -113,22 +55,6 @@ def test_histograms_with_other_names_of_elements_are_refused() -> None:
     bins = TABLE.column(place).cast(pa.list_(pa.field("item", pa.int16())))
     pq.write_table(TABLE.set_column(place, "histogram_bins", bins), sink, use_compliant_nested_type=False)
     assert "column histogram_bins.list.item is not one" in refused(bytes(sink.getvalue()))
-
-
-@given(blocks.filter(len))
-def test_what_was_encoded_is_decoded(block: Block) -> None:
-    decoded = decode(encode(block))
-    assert rows_of(decoded) == rows_of(block)
-    assert decoded.catalogue == block.catalogue
-
-
-@given(blocks.filter(len))
-def test_what_is_read_without_histograms_is_the_same_but_for_them(block: Block) -> None:
-    data = encode(block)
-    light, whole = decode(data, histograms=False), decode(data)
-    assert len(light.statistics.histogram) == len(light) == len(whole)
-    again = replace(light, statistics=replace(light.statistics, histogram=whole.statistics.histogram))
-    assert rows_of(again) == rows_of(whole)
 
 
 def test_tables_without_rows_are_read() -> None:
@@ -156,20 +82,6 @@ def test_many_row_groups_and_plain_words_read_the_same() -> None:
 def test_columns_of_later_versions_are_omitted() -> None:
     data = written(TABLE.append_column("later", pa.array(["x"] * len(BLOCK))))
     assert rows_of(decode(data)) == rows_of(BLOCK)
-
-
-@pytest.mark.parametrize(
-    ("schema", "hint"),
-    [(4, "read the run with a newer"), (2, "read the run with the version that recorded it")],
-)
-def test_another_schema_is_refused_with_its_own_hint(schema: int, hint: str) -> None:
-    with pytest.raises(FormatError, match=rf"schema {schema}, this version reads schema 3\n  hint: {hint}"):
-        decode(written(TABLE, watchstep=f'{{"schema": {schema}}}'))
-
-
-@given(st.integers(0, len(WHOLE) - 1))
-def test_every_truncation_is_refused(length: int) -> None:
-    refused(WHOLE[:length])
 
 
 @settings(max_examples=400)
@@ -209,23 +121,6 @@ def check_harmless(data: bytes) -> None:
     assert len(rows_of(block)) <= MAX_ROWS
 
 
-@pytest.mark.parametrize(
-    "name", ["step", "worker", "replica", "shard_count", "shard_index", "count", "nan", "zero"]
-)
-def test_a_number_that_cannot_be_is_refused(name: str) -> None:
-    kind = TABLE.schema.field(name).type
-    assert f"column {name} holds" in refused(with_column(name, [-1] * len(BLOCK), kind))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("worker", 2**28), ("shard_index", 2), ("count", 2**62), ("negative", 4), ("pos_inf", 3)],
-)
-def test_a_number_beyond_its_bound_is_refused(name: str, value: int) -> None:
-    kind = TABLE.schema.field(name).type
-    assert "holds a number that cannot be" in refused(with_column(name, [value] * len(BLOCK), kind))
-
-
 @pytest.mark.parametrize("name", TABLE.column_names)
 def test_a_column_that_is_missing_of_another_type_or_null_is_refused(name: str) -> None:
     if not name.startswith("probe."):
@@ -262,60 +157,6 @@ def test_a_histogram_that_cannot_be_is_refused(bins: list[int], counts: list[int
     assert reason in refused(written(table.set_column(place + 1, "histogram_counts", other)))
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"watchstep": "{}"},
-        {"watchstep": "no json"},
-        {"watchstep": '{"schema": "x"}'},
-        {"watchstep": '{"schema": Infinity}'},
-        {"watchstep": "[" * 100_000},
-        {"watchstep.tensors": "not base64"},
-        {"watchstep.tensors": base64.b64encode(b"not zlib")},
-        {"watchstep.tensors": base64.b64encode(zlib.compress(b"[]")[:-1])},
-    ],
-)
-def test_metadata_that_cannot_be_read_is_refused(metadata: dict[str, Any]) -> None:
-    refused(written(TABLE, **metadata))
-
-
-def catalogue(entries: object) -> bytes:
-    return written(
-        TABLE, **{"watchstep.tensors": base64.b64encode(zlib.compress(json.dumps(entries).encode()))}
-    )
-
-
-def test_a_catalogue_with_lies_is_refused() -> None:
-    good = [info.as_data() for info in INFOS]
-    assert rows_of(decode(catalogue(good))) == rows_of(BLOCK)
-    lies: list[Callable[[dict[str, Any]], Any]] = [
-        lambda entry: entry | {"name": 3},
-        lambda entry: entry | {"collections": 3},
-        lambda entry: entry | {"collections": [3]},
-        lambda entry: entry | {"role": None},
-        lambda entry: entry | {"order": -1},
-        lambda entry: entry | {"order": 1.5},
-        lambda entry: entry | {"shape": [-1]},
-        lambda entry: entry | {"shape": [2**63]},
-        lambda entry: entry | {"shape": [True]},
-        lambda entry: entry | {"derived": 1},
-        lambda entry: {"name": entry["name"]},
-        lambda entry: [entry],
-        lambda entry: None,
-    ]
-    for lie in lies:
-        refused(catalogue([lie(good[0]), *good[1:]]))
-    refused(catalogue([*good, good[0]]))
-    refused(catalogue(3))
-
-
-def test_a_catalogue_that_holds_other_data_than_tensors_is_refused() -> None:
-    good = [info.as_data() for info in INFOS]
-    assert "data other than tensors" in refused(catalogue([{**good[0], "later": [[]] * 1000}, *good[1:]]))
-    assert "data other than tensors" in refused(catalogue([{**good[0], "later": [0] * 10_000}, *good[1:]]))
-    assert rows_of(decode(catalogue([{**good[0], "later": [[0]]}, *good[1:]]))) == rows_of(BLOCK)
-
-
 def test_a_footer_with_very_much_metadata_or_very_many_columns_is_refused() -> None:
     pairs = {f"k{number}": "" for number in range(100)}
     assert "entries of metadata" in refused(written(TABLE, **pairs))
@@ -327,16 +168,6 @@ def test_a_footer_with_very_much_metadata_or_very_many_columns_is_refused() -> N
         for _ in range(2048 // len(TABLE.schema.names) + 1):
             writer.write_table(TABLE)
     assert "columns in its row groups" in refused(bytes(sink.getvalue()))
-
-
-def test_an_unpacked_catalogue_over_the_limit_is_refused() -> None:
-    bomb = base64.b64encode(zlib.compress(b"[" + b" " * (64 * 1024 * 1024) + b"]", 9))
-    assert "too large" in refused(written(TABLE, **{"watchstep.tensors": bomb}))
-
-
-def test_an_object_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_object, "MAX_BYTES", len(WHOLE) - 1)
-    assert f"has {len(WHOLE)} bytes instead of 12 to {len(WHOLE) - 1}" in refused(WHOLE)
 
 
 def refused_within(memory: pa.MemoryPool, data: bytes) -> str:
@@ -365,39 +196,206 @@ def test_lists_that_unpack_to_very_much_are_refused_before_memory_is_taken(memor
     assert "histogram_bins claims 40000" in refused_within(memory, data)
 
 
-def test_rows_over_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_object, "MAX_ROWS", len(BLOCK) - 1)
-    assert f"claims {len(BLOCK)} rows" in refused(WHOLE)
-
-
-def test_very_many_probes_are_refused() -> None:
-    block = replace(BLOCK, probes={f"p{index}": np.zeros(len(BLOCK)) for index in range(65)})
-    assert "65 probes" in refused(encode(block))
-
-
-@pytest.mark.parametrize(
-    ("name", "fits"),
-    [("n" * 4096, True), ("n" * 4097, False), ("é" * 2048, True), ("é" * 2049, False), ("😀" * 1025, False)],
-)
-def test_a_name_has_4096_bytes_at_most(name: str, *, fits: bool) -> None:
-    block = replace(BLOCK, catalogue=(replace(BLOCK.catalogue[0], name=name), *BLOCK.catalogue[1:]))
-    data = encode(block)
-    if fits:
-        assert decode(data).catalogue == block.catalogue
-    else:
-        assert "4096" in refused(data)
-
-
-@pytest.mark.parametrize("word", ["role", "module", "module_type", "dtype", "optimizer", "collections"])
-def test_other_words_of_a_tensor_have_4096_bytes_at_most(word: str) -> None:
-    good = [info.as_data() for info in INFOS]
-    long = "n" * 4097
-    lie = {**good[0], word: [long] if word == "collections" else long}
-    assert "a word of 4097 characters" in refused(catalogue([lie, *good[1:]]))
-
-
 def test_the_pages_of_the_largest_segment_are_read() -> None:
     rows = np.arange(MAX_ROWS)
     block = BLOCK.take(np.zeros(len(rows), np.int64))
     block = replace(block, step=rows, time_ns=7919 * rows)
     assert read_claims(encode(block)).rows == MAX_ROWS
+
+
+SMALL_TABLE = pa.table({"a": [1, 2, 3], "words": ["x", "y", "x"], "list": [[1], [], [2, 3]]})
+
+
+def written_by_pyarrow(**options: object) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(SMALL_TABLE, sink, **options)
+    return sink.getvalue()
+
+
+SMALL_FILE = written_by_pyarrow()
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("compression", ["zstd", "none"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_claims_are_those_that_pyarrow_reads(version: str, compression: str, rows: int) -> None:
+    data = written_by_pyarrow(data_page_version=version, compression=compression, row_group_size=rows)
+    claims, meta = read_claims(data), pq.ParquetFile(pa.BufferReader(data)).metadata
+    columns = [
+        meta.row_group(group).column(place)
+        for group in range(meta.num_row_groups)
+        for place in range(meta.num_columns)
+    ]
+    assert claims.rows == 3
+    assert [claim.path for claim in claims.columns] == [column.path_in_schema for column in columns]
+    assert [claim.values for claim in claims.columns] == [column.num_values for column in columns]
+    for claim, column in zip(claims.columns, columns, strict=True):
+        assert 0 < claim.pages <= column.total_uncompressed_size
+
+
+@given(st.integers(0, len(SMALL_FILE) - 1), st.integers(1, 255))
+def test_a_damaged_file_is_read_or_refused(place: int, mask: int) -> None:
+    data = bytearray(SMALL_FILE)
+    data[place] ^= mask
+    try:
+        read_claims(bytes(data))
+    except ValueError:
+        return
+
+
+def footer_of(content: bytes) -> bytes:
+    return b"PAR1" + content + len(content).to_bytes(4, "little") + b"PAR1"
+
+
+# Thrift's compact protocol: a field is (distance << 4 | type); 5 is i32, 6 i64, 8 binary, 9 list, 12 struct.
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "cut short"),
+        (b"\x36\x80", "cut short"),
+        (b"\x36" + b"\x80" * 10, "number that is too long"),
+        (b"\x68\x7f", "cut short"),
+        (b"\x6f\x00", "unknown type"),
+        (b"\x69\xf0\xff\xff\xff\x7f", "too large"),
+        (b"\x69\x20\x00\x00", "unknown type"),
+        (b"\x6c" * 100, "too deep"),
+        (b"\x69" + b"\x19" * 100, "too deep"),
+        (b"\x36\x06\x00", "field 4 is missing"),
+        (b"\x36\x00\x19\x0c\x00", None),
+        (b"\x36\x06\x19\x0c\x00", "rows of its row groups are not"),
+        (b"\x36\x06\x19\x1c\x36\x08\x00\x00", "rows of its row groups are not"),
+        (b"\x36\x06\x19\x2c\x36\x08\x00\x36\x01\x00\x00", "rows of its row groups are not"),
+        (b"\x36\x06\x19\x1c\x00\x00", "field 3 is missing"),
+        (b"\x36\x06\x19\x1c\x36\x06\x00\x00", "field 1 is missing"),
+        (b"\x36\x06\x19\x1c\x19\x1c\x3c\x00\x00\x26\x06\x00\x00", "field 3 is missing"),
+        (
+            b"\x05\x06\x06\x05\x08\x09\x0c\x11\x02\x17" + bytes(8) + b"\x13\x05\x00",
+            "field 3 .* type 5 and not 6",
+        ),
+        (b"\x36\x06\x06\x06\x06\x00", "field 3 twice"),
+        (b"\x06\x84\x80\x08\x06\x00", "field 65538"),
+        (b"\x06\x03\x06\x00", "field -2"),
+        (b"\x06\x00\x06\x00", "field 0"),
+        (b"\x15" + b"\xff" * 5 + b"\x01\x00", "too large for its type"),
+        (b"\x29\x15\x02\x00", "list of a header holds type 5"),
+    ],
+)
+def test_footers_made_by_hand(content: bytes, reason: str | None) -> None:
+    if reason is None:
+        assert read_claims(footer_of(content)).columns == []
+        return
+    with pytest.raises(ValueError, match=reason):
+        read_claims(footer_of(content))
+
+
+def zigzag(numbers: tuple[int, ...]) -> list[bytes]:
+    """Numbers as Thrift writes them."""
+    return [varint(2 * number if number >= 0 else -2 * number - 1) for number in numbers]
+
+
+def varint(number: int) -> bytes:
+    return bytes([number]) if number < 128 else bytes([number % 128 + 128]) + varint(number // 128)
+
+
+def page_of(*numbers: int) -> bytes:
+    """A data page's header: type, unpacked and packed size, and values."""
+    kind, unpacked, packed, values = zigzag(numbers)
+    return b"\x15%b\x15%b\x15%b\x2c\x15%b\x15\x00\x00\x00" % (kind, unpacked, packed, values)
+
+
+def column_of(pages: bytes, *numbers: int, groups: int = 1) -> bytes:
+    """A file of one column "a" whose metadata claims so many values, a length and a start, in each row group the same."""
+    claims = b"".join(b"\x26" + number for number in zigzag(numbers))
+    schema = b"\x29\x2c\x55\x02\x00\x15\x04\x38\x01a\x00"
+    group = b"\x19\x1c\x3c\x39\x18\x01a" + claims + b"\x00\x00\x26\x06\x00"
+    content = (
+        schema + b"\x16" + varint(6 * groups) + b"\x19" + bytes([groups * 16 + 12]) + group * groups + b"\x00"
+    )
+    return b"PAR1" + pages + content + len(content).to_bytes(4, "little") + b"PAR1"
+
+
+PAGE = page_of(0, 20, 0, 3)
+LENGTH = len(PAGE)
+
+
+def test_a_column_made_by_hand_is_read() -> None:
+    (claim,) = read_claims(column_of(PAGE, 3, LENGTH, 4)).columns
+    assert (claim.path, claim.values, claim.pages) == ("a", 3, 20)
+    assert read_claims(column_of(b"", 0, -1, -1)).columns[0].pages == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (column_of(PAGE, 3, LENGTH, 3), "lies outside the file"),
+        (column_of(PAGE, 3, 63, 63), "lies outside the file"),
+        (column_of(PAGE, 3, -1, 4), "lies outside the file"),
+        (column_of(PAGE, -3, LENGTH, 4), "lies outside the file"),
+        (column_of(PAGE, 4, LENGTH, 4), "claims 4 values, its pages 3"),
+        (column_of(page_of(1, 20, 0, 3), 3, LENGTH, 4), "unknown type"),
+        (column_of(page_of(0, -20, 0, 3), 3, LENGTH, 4), "size below nothing"),
+        (column_of(page_of(0, 20, -1, 3), 3, LENGTH, 4), "size below nothing"),
+        (column_of(page_of(0, 20, 0, -3), 3, LENGTH, 4), "number of values below nothing"),
+        (column_of(page_of(0, 20, 1, 3), 3, LENGTH, 4), "reaches beyond its column"),
+        (column_of(PAGE, 3, LENGTH - 1, 4), "cut short"),
+    ],
+)
+def test_columns_that_lie_are_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_claims(data)
+
+
+def test_a_footer_with_very_many_fields_is_refused() -> None:
+    with pytest.raises(ValueError, match="too large"):
+        read_claims(footer_of(b"\x69\xf3" + b"\xff\xff\x7f" + bytes(2_100_000)))
+
+
+SCHEMA_OF_B = column_of(PAGE, 3, LENGTH, 4).replace(b"\x38\x01a", b"\x38\x01b")
+GROUP_IN_ITSELF = column_of(PAGE, 3, LENGTH, 4).replace(b"\x55\x02", b"\x55\x04")
+PAGE_OF_TWO_SIZES = bytes([0x15, 0, 0x15, 40, 0x06, 4, 2, *PAGE[4:]])
+LONG_PAGE = bytes([0x15, 0, 0x16, *PAGE[3:]])
+
+
+EMPTY_PAGE = page_of(0, 0, 0, 0)
+
+
+def with_empty_pages(number: int) -> bytes:
+    pages = PAGE + EMPTY_PAGE * number
+    return column_of(pages, 3, len(pages), 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (column_of(PAGE, 3, LENGTH, 4, groups=2), "column a lies over another"),
+        (with_empty_pages(16_384), "more than 16384 pages"),
+    ],
+)
+def test_pages_are_read_once_and_not_without_end(data: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_claims(data)
+
+
+def test_many_empty_pages_are_read() -> None:
+    assert read_claims(with_empty_pages(16_383)).columns[0].values == 3
+
+
+def test_the_header_of_a_page_is_small() -> None:
+    more = b"\x95\x00" + b"\x15\x00" * 63  # fields 14 and on, which no page has
+    wide = page_of(0, 20, 0, 3)[:-1] + more + b"\x00"
+    with pytest.raises(ValueError, match="header is too large"):
+        read_claims(column_of(wide, 3, len(wide), 4))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (SCHEMA_OF_B, "not those of the schema"),
+        (GROUP_IN_ITSELF, "schema is cut short"),
+        (column_of(PAGE_OF_TWO_SIZES, 3, len(PAGE_OF_TWO_SIZES), 4), "field 2 twice"),
+        (column_of(LONG_PAGE, 3, len(LONG_PAGE), 4), "field 2 .* type 6 and not 5"),
+    ],
+)
+def test_what_arrow_would_read_otherwise_is_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_claims(data)

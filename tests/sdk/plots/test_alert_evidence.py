@@ -3,12 +3,11 @@ from __future__ import annotations
 import io
 import math
 import struct
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.processes import run_python
 from watchstep.plots.alert_evidence import AlertEvidence, alert_png
 
 EVIDENCE = AlertEvidence(
@@ -114,5 +113,5 @@ try:
 except Exception as error:
     print(type(error).__name__, error.hint)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "ConfigError pip install 'watchstep[plots]'\n"
+    output = run_python("-c", program)
+    assert output == "ConfigError pip install 'watchstep[plots]'\n"

@@ -1,5 +1,3 @@
-"""Grids equal a direct computation from the rows, for any range of steps, before and after a compaction."""
-
 from __future__ import annotations
 
 import math
@@ -17,10 +15,14 @@ from watchstep import open_run
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.block import Block
 from watchstep.format.statistics import abs_max
+from watchstep.reading.binning import bin_values
 from watchstep.reading.budget import OverBudgetError, ReadBudget
 from watchstep.reading.compaction import compact
 from watchstep.reading.grid import Grid, GridRequest
 from watchstep.reading.run import Run
+
+# Grids equal a direct computation from the rows, for any range of steps, before and after a compaction.
+
 
 NAN = math.nan
 
@@ -158,3 +160,29 @@ def test_compaction_orders_tensors_by_collection(tmp_path: Path, monkeypatch: py
     objects = [{info.collections[0] for info in located.object.catalogue} for located in run.index.objects()]
     assert objects == [{"gradients"}, {"losses"}]
     assert [info.name for info in run.index.tensors()] == before
+
+
+# Bins
+
+
+VALUES = st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")) | st.just(float("inf")), max_size=80)
+
+
+@given(VALUES, st.integers(1, 20), st.integers(1, 5))
+def test_points_cover_all_rows_once(values: list[float], points: int, distance: int) -> None:
+    steps = np.arange(len(values)) * distance
+    binned = bin_values(steps, np.array(values), points)
+    assert len(binned.step) <= max(points, min(points, len(values)))
+    assert int(binned.count.sum()) == len(values)
+    assert (binned.step[1:] > binned.last_step[:-1]).all()
+    for position in range(len(binned.step)):
+        inside = (steps >= binned.step[position]) & (steps <= binned.last_step[position])
+        rows = np.array(values)[inside]
+        finite = rows[np.isfinite(rows)]
+        assert len(rows) == binned.count[position]
+        assert len(rows) - len(finite) == binned.nonfinite[position]
+        if len(finite):
+            assert (binned.min[position], binned.max[position]) == (finite.min(), finite.max())
+            np.testing.assert_allclose(binned.mean[position], finite.mean(), rtol=1e-9, atol=1e-6)
+        else:
+            assert np.isnan([binned.min[position], binned.max[position], binned.mean[position]]).all()

@@ -1,4 +1,4 @@
-"""The state of a run, derived from its documents."""
+"""States of runs, and how they ended."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from typing import cast
 
 import pytest
 
-from tests.sdk.reading.stored import new_run
+from tests.sdk.reading.stored import new_run, small_run
 from watchstep.format import documents
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.documents import AttemptDocument, EndDocument
-from watchstep.format.layout import CONTROL_DOCUMENT
+from watchstep.format.layout import CONTROL_DOCUMENT, ENDS, BundleKey, attempt_document
+from watchstep.reading.outcome import RuleStop
 from watchstep.reading.run import open_run
 from watchstep.reading.run_documents import find_runs
 from watchstep.store.store import Store
+
+# States
+
 
 STOP_REQUESTED = ControlDocument().with_stop(StopRequest("a", 7, "a NaN"))
 
@@ -175,3 +179,63 @@ def test_a_project_that_cannot_be_listed_is_omitted(tmp_path: Path, caplog: pyte
     (tmp_path / "private").mkdir(mode=0)
     assert [entry.project for entry in find_runs(Store.open(tmp_path))] == ["default"]
     assert "private" in caplog.text
+
+
+# Outcomes
+
+
+RULE = "rule nan_or_inf at step 7: 3 NaN of 8 elements"
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "sentence", "marks"),
+    [
+        ("completed", "", "Run r completed; the last step is 11.", []),
+        (
+            "failed",
+            "ValueError: bad batch",
+            "Run r failed after step 11. ValueError: bad batch.",
+            [(11, "failed")],
+        ),
+        ("stopped", "an operator", "Run r was stopped after step 11. An operator.", [(11, "stopped")]),
+        (
+            "stopped",
+            RULE,
+            "Run r was stopped after step 11 by rule nan_or_inf, which fired at step 7. 3 NaN of 8 elements.",
+            [(7, "nan_or_inf fired"), (11, "stopped")],
+        ),
+    ],
+)
+def test_what_happened_is_said(
+    tmp_path: Path, state: documents.EndState, reason: str, sentence: str, marks: list[tuple[int, str]]
+) -> None:
+    run = open_run(small_run(tmp_path))
+    run.store.put(attempt_document("a"), documents.encode(documents.AttemptDocument("a", 1)))
+    end = documents.EndDocument(0, state, 11, 1, 3, "w0", reason)
+    run.store.put(f"{ENDS}a/0.json", documents.encode(end))
+    outcome = run.outcome()
+    assert outcome.as_sentence("r") == sentence
+    assert [(mark.step, mark.label) for mark in outcome.marks()] == marks
+
+
+def test_the_reason_of_a_stop_request_counts_more_than_that_of_a_worker(tmp_path: Path) -> None:
+    run = open_run(small_run(tmp_path))
+    run.store.put(attempt_document("a"), documents.encode(documents.AttemptDocument("a", 1)))
+    end = documents.EndDocument(0, "failed", 11, 1, 3, "w0", f"{documents.TERMINATED}: ended")
+    run.store.put(f"{ENDS}a/0.json", documents.encode(end))
+    run.store.put(CONTROL_DOCUMENT, ControlDocument().with_stop(StopRequest("a", 11, RULE)).encode())
+    outcome = run.outcome()
+    assert (outcome.state, outcome.rule_stop) == ("stopped", RuleStop("nan_or_inf", 7))
+
+
+def test_a_run_that_records_is_open_and_bundles_are_marked(tmp_path: Path) -> None:
+    run = open_run(small_run(tmp_path))
+    run.store.put(attempt_document("a"), documents.encode(documents.AttemptDocument("a", 1)))
+    run.store.put(BundleKey("a", 0, 9, "gate").path, b"")
+    outcome = run.outcome()
+    assert outcome.as_sentence("r") == (
+        "Run r is recording, or ended without an end document; the last step is 11."
+    )
+    assert [(mark.step, mark.kind) for mark in outcome.marks()] == [(9, "note")]
+    run.store.put(CONTROL_DOCUMENT, b"not json")
+    assert run.outcome().as_sentence("r").startswith("Run r has a damaged document. Control document: ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import tests
+from tests.processes import run_python
 from tests.sdk.format.blocks import block_of
 from tests.sdk.reading.saved import claim, save, save_shards
 from tests.sdk.reading.stored import FIRST, SECOND, new_run, some_rows, write
@@ -558,11 +558,4 @@ def test_a_tensor_of_four_gigabytes_is_read_in_slices_with_little_memory(tmp_pat
     file.write_bytes(struct.pack("<Q", len(text)) + text)
     with file.open("r+b") as sparse:
         sparse.truncate(8 + len(text) + 2**32)
-    done = subprocess.run(
-        [sys.executable, "-c", _READ_SLICES, str(tmp_path / "default" / "r"), str(2 * 2**30)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(tests.__file__).parents[1],
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", _READ_SLICES, tmp_path / "default" / "r", 2 * 2**30, cwd=Path(tests.__file__).parents[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,6 @@ from watchstep.format.bundle import Bundle, bundle_keys, open_bundle
 from watchstep.store.store import Store
 
 ALL_NONFINITE = "their equality does not show that it is the same failure"
-
-
-@pytest.fixture(autouse=True)
-def _same_flags() -> Iterator[None]:
-    """Restore the flags of PyTorch that a replay sets."""
-    import torch
-
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
 
 
 def linear(bias: float = 0.5) -> Any:

@@ -1,15 +1,21 @@
-"""Laws of the search: in a random program, the planted operation is the first bad one, however its result is passed on."""
+"""The first bad operation of a trace: laws, and planted faults."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.sdk.trace.planted import PLANTED
 from watchstep.trace import Tracer, diagnose
+from watchstep.trace import tracer as tracer_module
+from watchstep.trace.report import render_diagnosis
+
+# Laws
 
 
 def changed_in_place(x: Tensor) -> Tensor:
@@ -106,3 +112,36 @@ def test_a_healthy_program_has_none(operations: list[str]) -> None:
     diagnosis = diagnose(tracer.trace())
     assert diagnosis.first is None
     assert [each.name for each in diagnosis.contained] == ["aten.log.default"] * operations.count("contained")
+
+
+# Planted faults
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("name", sorted(PLANTED))
+def test_the_first_bad_operation_is_named_with_its_line(
+    name: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_host:  # as on a device, whose results are read at the end of the step
+        monkeypatch.setattr(tracer_module, "is_on_host", lambda tensor: False)
+    torch.manual_seed(0)
+    planted = PLANTED[name]()
+    tracer = Tracer(planted.model)
+    with tracer.step(7):
+        planted.step()
+    trace = tracer.trace()
+    first = diagnose(trace).first
+    assert first is not None
+    assert first.operation.name == planted.operation, render_diagnosis(trace, diagnose(trace), verbose=True)
+    site = trace.line_of(first.operation)
+    assert site is not None
+    assert (site.line, site.file) == (planted.line, planted.step.__code__.co_filename)
+    assert (first.operation.module, first.operation.phase, first.operation.step) == (
+        planted.module,
+        planted.phase,
+        7,
+    )
+    assert first.cause == ("tensor" if planted.tensor else "operation")
+    if planted.tensor:
+        assert first.tensor is not None
+        assert first.tensor.name == planted.tensor

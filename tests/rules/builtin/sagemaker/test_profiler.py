@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rules.builtin.system.system_rows import SAMPLES, system_run
+from tests.rules.builtin.system_rows import SAMPLES, system_run
 from tests.rules.runs import all_at_once
 from watchstep.format.system_figures import (
     CPUS,

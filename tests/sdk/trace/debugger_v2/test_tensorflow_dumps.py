@@ -1,18 +1,31 @@
-"""Dumps that TensorFlow wrote are read as TensorFlow's own reader reads them, and the planted operation is found."""
-
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.processes import run_python
 from tests.sdk.trace.debugger_v2.dumps import dump, expected
-from watchstep.trace import Operation, Trace, TracedTensor, TraceMode, alerts_of, diagnose, read_debugger_v2
+from watchstep.trace import (
+    Operation,
+    Trace,
+    TracedTensor,
+    TraceMode,
+    alerts_of,
+    diagnose,
+    read_debugger_v2,
+    read_trace,
+)
 from watchstep.trace.debugger_v2.tensor_values import DTYPES
+
+# Dumps that TensorFlow wrote are read as TensorFlow's own reader reads them, and the planted operation is found.
+
 
 MODES = ("no_tensor", "curt_health", "concise_health", "full_health", "shape", "full_tensor")
 NAMES = [
@@ -232,3 +245,18 @@ def test_the_command_reads_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--alerts", str(dump("graph-full_health"))])
     assert exit_.value.code == 0
     assert len(capsys.readouterr().out.splitlines()) == len(expected("graph-full_health")["alerts"])
+
+
+# The guide
+
+
+GUIDE = Path(__file__).parents[4] / "docs" / "guides" / "debugger-v2.md"
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    _, example = re.findall(r"```py\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "tensorflow-dump").symlink_to(dump("graph-concise_health"))
+    output = run_python("-W", "error", "-c", example, cwd=tmp_path)
+    assert output.startswith("Log /tmp/watchstep-dumps/dumped_program.py:")
+    assert len(output.splitlines()) == 11
+    assert read_trace(tmp_path / "tensorflow.trace").operations
