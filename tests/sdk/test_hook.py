@@ -8,16 +8,23 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.sdk.training import Training
+from tests.sdk.training import Training, watched_training
 from watchstep import Bounds, CaptureConfig, Hook, StopTraining, open_run
 from watchstep.errors import BadNameError, ConfigError, RuleError
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.layout import CONTROL_DOCUMENT
 from watchstep.store.store import Store
+
+
+@pytest.fixture(autouse=True)
+def _attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+
 
 QUICK = CaptureConfig(bounds=Bounds(flush_seconds=0.01, control_seconds=0.01))
 
@@ -60,11 +67,13 @@ def test_numbers_of_all_kinds(tmp_path: Path) -> None:
     assert run.tensor("val_loss").statistics()["nan"].to_pylist() == [1]
 
 
-def test_a_value_that_is_no_number_is_a_fault_not_an_exception(tmp_path: Path) -> None:
-    hook = Hook(tmp_path)
-    hook.log(loss="abc")
-    hook.close()
-    assert "ValueError" in hook.health["faults"]["log 'loss'"]
+@pytest.mark.parametrize(("value", "reason"), [("abc", "ValueError"), (torch.ones(3), "log one number")])
+def test_a_value_that_is_no_number_is_a_fault_not_an_exception(
+    tmp_path: Path, value: Any, reason: str
+) -> None:
+    with Hook(tmp_path) as hook:
+        hook.log(loss=value)
+    assert reason in hook.health["faults"]["log 'loss'"]
 
 
 def test_a_bad_value_mode_or_name_takes_no_other_with_it(tmp_path: Path) -> None:
@@ -76,13 +85,6 @@ def test_a_bad_value_mode_or_name_takes_no_other_with_it(tmp_path: Path) -> None
     assert open_run(hook.run_url).losses()["value"].to_pylist() == [2.0]
     assert hook.health["counts"]["faults"] == 4
     assert "mode 'valid'" in hook.health["faults"]["log"]
-
-
-def test_a_tensor_of_many_elements_is_no_number(tmp_path: Path) -> None:
-    hook = Hook(tmp_path)
-    hook.log(loss=torch.ones(3))
-    hook.close()
-    assert "log one number" in hook.health["faults"]["log 'loss'"]
 
 
 def test_modes(tmp_path: Path) -> None:
@@ -101,6 +103,15 @@ def ask_to_stop(hook: Hook, step: int, attempt: str, reason: str = "a rule fired
     store.put(CONTROL_DOCUMENT, document.encode())
 
 
+def stopping(tmp_path: Path, step: int, **options: Any) -> tuple[Hook, Training]:
+    """A training for which a stop after a step was requested."""
+    options = {"on_stop": "raise", "reason": "a rule fired", **options}
+    reason = options.pop("reason")
+    hook, training = watched_training(tmp_path, run="r", config=QUICK, **options)
+    ask_to_stop(hook, step, "a1", reason)
+    return hook, training
+
+
 def train_until_stopped(hook: Hook, training: Training) -> StopTraining:
     with pytest.raises(StopTraining) as stopped:
         training.run(100_000)
@@ -108,11 +119,8 @@ def train_until_stopped(hook: Hook, training: Training) -> StopTraining:
     return stopped.value
 
 
-def test_stop_at_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
-    hook, training = Hook(tmp_path, run="r", on_stop="raise", config=QUICK), Training()
-    hook.watch(training.model, training.optimizer)
-    ask_to_stop(hook, 30, "a1")
+def test_stop_at_a_step(tmp_path: Path) -> None:
+    hook, training = stopping(tmp_path, 30)
     stop = train_until_stopped(hook, training)
     assert stop.code == 86
     assert stop.step >= 30
@@ -122,12 +130,9 @@ def test_stop_at_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_reason_of_a_stop_does_not_act_on_a_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
-    hook, training = Hook(tmp_path, run="r", on_stop="raise", config=QUICK), Training()
-    hook.watch(training.model, training.optimizer)
-    ask_to_stop(hook, 5, "a1", "\x1b[2J\x9b31m\u202e\nforged")
+    hook, training = stopping(tmp_path, 5, reason="\x1b[2J\x9b31m\u202e\nforged")
     stop = train_until_stopped(hook, training)
     assert stop.request.reason == "\x1b[2J\x9b31m\u202e\nforged"
     (line,) = capsys.readouterr().err.splitlines()
@@ -136,13 +141,8 @@ def test_the_reason_of_a_stop_does_not_act_on_a_terminal(
 
 
 @pytest.mark.parametrize("code", [86, 1, 0])
-def test_a_program_that_exits_because_of_a_stop_request_was_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
-    hook, training = Hook(tmp_path, run="r", on_stop="raise", config=QUICK), Training()
-    hook.watch(training.model, training.optimizer)
-    ask_to_stop(hook, 5, "a1")
+def test_a_program_that_exits_because_of_a_stop_request_was_stopped(tmp_path: Path, code: int) -> None:
+    hook, training = stopping(tmp_path, 5)
 
     def train() -> None:
         with hook:
@@ -169,8 +169,7 @@ def test_a_program_that_exits_by_itself(tmp_path: Path, code: int, state: str, r
 def stop_by_checkpoint(tmp_path: Path, seconds: float, *, save_at: int) -> tuple[Hook, StopTraining]:
     """Train until stopped; a checkpoint is saved before the stop, and one so many steps after it."""
     bounds = replace(QUICK.bounds, checkpoint_seconds=seconds)
-    hook, training = Hook(tmp_path, run="r", config=CaptureConfig(bounds=bounds)), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path, run="r", config=CaptureConfig(bounds=bounds))
     hook.checkpoint_saved("before.pt")
     ask_to_stop(hook, 5, "a1")
 
@@ -191,7 +190,6 @@ def stop_by_checkpoint(tmp_path: Path, seconds: float, *, save_at: int) -> tuple
 def test_a_stop_waits_for_a_checkpoint_that_is_saved_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
     hook, stop = stop_by_checkpoint(tmp_path, 600.0, save_at=7)
     assert stop.code == 86
@@ -203,7 +201,6 @@ def test_a_stop_waits_for_a_checkpoint_that_is_saved_after_it(
 def test_a_stop_that_no_checkpoint_followed_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
     hook, _ = stop_by_checkpoint(tmp_path, 0.05, save_at=-1)
     (end,) = open_run(hook.run_url).ends()
@@ -214,26 +211,21 @@ def test_a_stop_that_no_checkpoint_followed_reports_it(
 
 
 def test_a_function_that_cannot_save_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
 
     def save(_: StopRequest) -> None:
         raise OSError("disk full")
 
-    hook, training = Hook(tmp_path, run="r", on_stop=save, config=QUICK), Training()
-    hook.watch(training.model, training.optimizer)
-    ask_to_stop(hook, 5, "a1")
+    hook, training = stopping(tmp_path, 5, on_stop=save)
     train_until_stopped(hook, training)
     (end,) = open_run(hook.run_url).ends()
     assert end.reason.endswith("no checkpoint was saved after the stop was requested (OSError: disk full)")
+    assert "disk full" in hook.health["faults"]["on_stop"]
 
 
-def test_a_function_is_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+def test_a_function_is_called_once(tmp_path: Path) -> None:
     requests: list[StopRequest] = []
-    hook, training = Hook(tmp_path, run="r", on_stop=requests.append, config=QUICK), Training()
-    hook.watch(training.model, training.optimizer)
-    ask_to_stop(hook, 0, "a1")
+    hook, training = stopping(tmp_path, 0, on_stop=requests.append)
     while not requests:
         training.run(10)
     training.run(10)
@@ -243,20 +235,8 @@ def test_a_function_is_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_tombstone_stops_a_new_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a2")
-    hook, training = Hook(tmp_path, run="r", on_stop="raise", config=QUICK), Training()
-    hook.watch(training.model, training.optimizer)
-    ask_to_stop(hook, 500, "a1")
+    hook, training = stopping(tmp_path, 500)
     assert "stopped earlier" in str(train_until_stopped(hook, training))
-
-
-def test_who_did_not_opt_in_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
-    hook, training = Hook(tmp_path, run="r", config=QUICK), Training()
-    hook.watch(training.model, training.optimizer)
-    ask_to_stop(hook, 0, "a1")
-    training.run(200)
-    hook.close()
-    assert len(open_run(hook.run_url).steps()) == 200
 
 
 def run_program(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
@@ -267,35 +247,35 @@ def run_program(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_a_program_that_forgets_to_close(tmp_path: Path) -> None:
-    done = run_program(tmp_path, "hook.log(loss=1.0)\nhook.step()\n")
-    assert (done.returncode, done.stderr) == (0, "")
-    run = open_run(tmp_path / "default" / "r")
-    assert run.steps() == [0]
-    assert [end.state for end in run.ends()] == ["completed"]
+UNTIL_WRITTEN = """
+    import time
+    while not hook.health["counts"].get("objects"):  # as in any program that runs for a second
+        hook.log(loss=1.0)
+        hook.step()
+        time.sleep(0.01)
+    raise KeyboardInterrupt
+    """
 
 
-def test_a_program_that_raises(tmp_path: Path) -> None:
-    done = run_program(tmp_path, "hook.log(loss=1.0)\nhook.step()\nraise RuntimeError('boom')\n")
-    assert done.returncode == 1
-    assert "RuntimeError: boom" in done.stderr
-    (end,) = open_run(tmp_path / "default" / "r").ends()
-    assert (end.state, end.reason) == ("failed", "RuntimeError: boom")
-
-
-def test_an_interrupt_keeps_its_exit_code(tmp_path: Path) -> None:
-    body = """
-        import time
-        while not hook.health["counts"].get("objects"):  # as in any program that runs for a second
-            hook.log(loss=1.0)
-            hook.step()
-            time.sleep(0.01)
-        raise KeyboardInterrupt
-        """
+@pytest.mark.parametrize(
+    ("body", "code", "error", "state", "reason"),
+    [
+        ("hook.log(loss=1.0)\nhook.step()\n", 0, "", "completed", ""),
+        ("raise RuntimeError('boom')\n", 1, "RuntimeError: boom\n", "failed", "RuntimeError: boom"),
+        (UNTIL_WRITTEN, -2, "KeyboardInterrupt\n", "failed", "KeyboardInterrupt"),
+    ],
+    ids=["forgets to close", "raises", "is interrupted"],
+)
+def test_a_program_that_does_not_close_its_hook_ends_as_without_it(
+    tmp_path: Path, body: str, code: int, error: str, state: str, reason: str
+) -> None:
     done = run_program(tmp_path, body)
-    assert done.returncode == -2
-    (end,) = open_run(tmp_path / "default" / "r").ends()
-    assert (end.state, end.reason) == ("failed", "KeyboardInterrupt")
+    assert done.returncode == code
+    assert done.stderr.endswith(error)
+    assert (done.stderr == "") == (code == 0)
+    run = open_run(tmp_path / "default" / "r")
+    assert [(end.state, end.reason) for end in run.ends()] == [(state, reason)]
+    assert code != 0 or run.steps() == [0]
 
 
 def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
@@ -345,8 +325,9 @@ def test_a_run_may_be_named_as_an_error_is(tmp_path: Path, run: str) -> None:
 
 
 def test_a_run_that_is_recorded_again_from_its_first_step_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("WATCHSTEP_ATTEMPT")
     reports = []
     for first_step in (0, 0, 5):
         with Hook(tmp_path, run="r", first_step=first_step) as hook:

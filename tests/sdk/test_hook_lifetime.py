@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
+from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model, watched_training
 from watchstep import Hook
 from watchstep.pytorch import losses
 from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
@@ -29,8 +29,7 @@ def descriptors() -> int:
 
 
 def record_one(store: Path) -> None:
-    hook, training = Hook(store, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(store)
     training.run(2)
     hook.close()
 
@@ -120,8 +119,7 @@ WAYS = {way.__name__: way for way in (plainly, by_an_exception, with_everything,
 def test_a_closed_hook_keeps_no_model_and_listens_to_nothing(
     tmp_path: Path, way: str, guard: bool | None
 ) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP, guard=guard), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path, guard=guard)
     WAYS[way](hook, training)
     model, optimizer = weakref.ref(training.model), weakref.ref(training.optimizer)
     del training
@@ -150,8 +148,7 @@ def test_recording_keeps_no_activations_or_gradients(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_a_hook_is_the_hook_and_a_pickled_hook_records_nothing(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
     objects: dict[str, Any] = {"model": training.model, "hook": hook}
     assert copy.deepcopy(objects)["hook"] is hook
     sent = pickle.loads(pickle.dumps(objects))["hook"]

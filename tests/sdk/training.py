@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,9 @@ from watchstep import CaptureConfig, Hook, Run, open_run
 
 EVERY_STEP = CaptureConfig(overhead_budget=None, system=None)
 """Everything at every step without an overhead budget, and no system figures: counts in tests must not depend on the clock."""
+
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def recorded(hook: Hook) -> Run:
@@ -57,11 +62,80 @@ class Training:
     def run(self, steps: int, each: Callable[[int, Tensor], None] | None = None) -> list[float]:
         """Train for some steps; ``each`` is called after every update."""
         for step, (x, y) in enumerate(batches(steps)):
-            self.optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(self.model(x), y)
-            loss.backward()
-            self.optimizer.step()
+            loss = train_step(self.model, self.optimizer, x, y)
             self.losses.append(loss.item())
             if each is not None:
                 each(step, loss)
         return self.losses
+
+
+class Composed(nn.Module):
+    """A module whose forward pass is a function of itself and its inputs, with parts and buffers by name."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.function = forward
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+            else:
+                self.register_buffer(name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
+def closure_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor
+) -> Callable[[], Tensor]:
+    """The closure of a step, as LBFGS calls it."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def with_sgd(model: AnyModule, lr: float = 0.1) -> tuple[AnyModule, torch.optim.SGD]:
+    """A model and an optimizer of all its parameters."""
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def watching(
+    store: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> Hook:
+    """A hook that watches a model, and records everything at every step if the options do not say otherwise."""
+    hook = Hook(store, **{"config": EVERY_STEP, **options})
+    hook.watch(model, optimizer)
+    return hook
+
+
+def skipping(
+    store: Path | str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    policy: str = "skip",
+    **options: Any,
+) -> Hook:
+    """A hook with the built-in configuration and a policy for updates by gradients that are not finite."""
+    return watching(store, model, optimizer, config=None, on_nonfinite=policy, **options)
+
+
+def watched_training(
+    store: Path | str, training: Training | None = None, **options: Any
+) -> tuple[Hook, Training]:
+    """The plain loop, watched."""
+    training = training or Training()
+    return watching(store, training.model, training.optimizer, **options), training
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """One step of the plain loop. Returns the loss."""
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss

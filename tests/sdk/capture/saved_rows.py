@@ -32,14 +32,16 @@ def marks_of(run: Run) -> list[Mark]:
     return found
 
 
-def assert_one_for_each_object(run: Run) -> None:
-    """Each object has a row at its step or later, and no row is about another object."""
+def assert_one_for_each_object(run: Run, folder: Path | None = None) -> None:
+    """Each object has a row at its step or later, and no row is about another object. In the store of a folder, steps never go back."""
     marks = marks_of(run)
     saved = [(mark.worker, mark.mode, mark.collection, mark.step) for mark in marks]
     assert sorted(saved) == sorted(
         (key.worker, key.mode, key.collection, key.step) for key in run.snapshots()
     )
     assert all(mark.at >= mark.step for mark in marks)
+    if folder is not None:
+        assert_steps_never_go_back(folder)
 
 
 def assert_steps_never_go_back(folder: Path, run: str = "r") -> None:

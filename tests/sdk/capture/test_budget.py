@@ -23,19 +23,31 @@ class Clock:
         return self.now
 
 
-def simulate(
-    budget: Budget, clock: Clock, costs: Mapping[str, float], first: int, steps: int
-) -> dict[str, int]:
-    """Steps of ten milliseconds; what is due costs what it costs. How often each was measured."""
-    measured = dict.fromkeys(costs, 0)
-    for step in range(first, first + steps):
-        for name, cost in costs.items():
-            if budget.due(name, step):
-                clock.now += cost
-                budget.spent(name, cost)
-                measured[name] += 1
-        clock.now += 0.01
-    return measured
+class Simulation:
+    """Steps of ten milliseconds under a budget; what is due costs what it costs.
+
+    Args:
+        dense: has the first steps behind it, which are measured more often.
+    """
+
+    def __init__(self, costs: Mapping[str, float], share: float = 0.01, *, dense: bool = True) -> None:
+        self.costs, self.clock, self.step = dict(costs), Clock(), 0
+        self.budget = Budget(list(costs), share, clock=self.clock)
+        if dense:
+            self.run(DENSE_STEPS)
+
+    def run(self, steps: int) -> dict[str, int]:
+        """Returns how often each was measured."""
+        measured = dict.fromkeys(self.costs, 0)
+        for step in range(self.step, self.step + steps):
+            for name, cost in self.costs.items():
+                if self.budget.due(name, step):
+                    self.clock.now += cost
+                    self.budget.spent(name, cost)
+                    measured[name] += 1
+            self.clock.now += 0.01
+        self.step += steps
+        return measured
 
 
 costs = st.dictionaries(st.sampled_from("abcd"), st.floats(1e-6, 0.2), min_size=1)
@@ -43,78 +55,52 @@ costs = st.dictionaries(st.sampled_from("abcd"), st.floats(1e-6, 0.2), min_size=
 
 @given(costs=costs, share=st.sampled_from([0.001, 0.01, 0.1]))
 def test_after_the_first_steps_it_keeps_to_its_share(costs: dict[str, float], share: float) -> None:
-    clock = Clock()
-    budget = Budget(list(costs), share, clock=clock)
-    simulate(budget, clock, costs, 0, DENSE_STEPS)
-    measured = simulate(budget, clock, costs, DENSE_STEPS, 3000)
+    measured = Simulation(costs, share).run(3000)
     spent = sum(costs[name] * times for name, times in measured.items())
     assert spent <= share * 3000 * 0.01 + 2 * max(costs.values())
-
-
-@given(costs=costs)
-def test_the_first_step_measures_everything(costs: dict[str, float]) -> None:
-    clock = Clock()
-    assert set(simulate(Budget(list(costs), 0.01, clock=clock), clock, costs, 0, 1).values()) == {1}
 
 
 @given(costs=costs, share=st.sampled_from([0.001, 0.01]))
 def test_the_first_three_steps_measure_everything_whatever_that_costs(
     costs: dict[str, float], share: float
 ) -> None:
-    clock = Clock()
-    budget = Budget(list(costs), share, clock=clock)
-    assert simulate(budget, clock, costs, 0, 3) == dict.fromkeys(costs, 3)
-    assert budget.as_data()["spent_seconds"] >= 3 * sum(costs.values()) * (1 - 1e-9)
+    simulation = Simulation(costs, share, dense=False)
+    assert simulation.run(3) == dict.fromkeys(costs, 3)
+    assert simulation.budget.as_data()["spent_seconds"] >= 3 * sum(costs.values()) * (1 - 1e-9)
 
 
 def test_cheap_measurements_are_made_most_often_and_expensive_ones_in_turn() -> None:
-    clock = Clock()
-    prices = {"cheap": 1e-5, "dear": 2e-3}
-    budget = Budget(list(prices), 0.01, clock=clock)
-    simulate(budget, clock, prices, 0, DENSE_STEPS)
-    measured = simulate(budget, clock, prices, DENSE_STEPS, 2000)
+    measured = Simulation({"cheap": 1e-5, "dear": 2e-3}).run(2000)
     assert measured["dear"] > 50
     assert measured["cheap"] >= measured["dear"]
 
 
 def test_missing_objects_delay_nothing() -> None:
-    clock = Clock()
-    budget = Budget(["gone", "left"], 0.01, clock=clock)
-    simulate(budget, clock, {"gone": 5e-3, "left": 4e-3}, 0, DENSE_STEPS)
-    measured = simulate(budget, clock, {"left": 4e-3}, DENSE_STEPS, 4000)
-    assert measured["left"] > 40
+    simulation = Simulation({"gone": 5e-3, "left": 4e-3})
+    del simulation.costs["gone"]
+    assert simulation.run(4000)["left"] > 40
 
 
 def test_the_first_hundred_steps_are_dense() -> None:
-    clock = Clock()
-    prices = {"a": 1e-3}
-    budget = Budget(["a"], 0.01, clock=clock)
-    early = simulate(budget, clock, prices, 0, DENSE_STEPS)["a"]
-    late = simulate(budget, clock, prices, DENSE_STEPS, DENSE_STEPS)["a"]
+    simulation = Simulation({"a": 1e-3}, dense=False)
+    early, late = (simulation.run(DENSE_STEPS)["a"] for _ in range(2))
     assert early > 5 * late
 
 
 def test_writing_is_paid_for_too() -> None:
-    clock = Clock()
-    budget = Budget(["a"], 0.01, clock=clock)
-    simulate(budget, clock, {"a": 1e-4}, 0, DENSE_STEPS)
-    before = simulate(budget, clock, {"a": 1e-4}, DENSE_STEPS, 500)["a"]
-    for step in range(500):
-        budget.written(9e-5)
-        simulate(budget, clock, {"a": 1e-4}, DENSE_STEPS + 500 + step, 1)
-    account = budget.as_data()
-    assert account["share"] < 0.03
-    assert before > 400
+    simulation = Simulation({"a": 1e-4})
+    assert simulation.run(500)["a"] > 400
+    for _ in range(500):
+        simulation.budget.written(9e-5)
+        simulation.run(1)
+    assert simulation.budget.as_data()["share"] < 0.03
 
 
 def test_a_writer_that_costs_more_than_the_budget_does_not_end_measuring() -> None:
-    clock = Clock()
-    budget = Budget(["a"], 0.01, clock=clock)
-    simulate(budget, clock, {"a": 1e-4}, 0, DENSE_STEPS)
-    measured = 0
-    for step in range(1000):
-        budget.written(1e-3)
-        measured += simulate(budget, clock, {"a": 1e-4}, DENSE_STEPS + step, 1)["a"]
+    simulation, measured = Simulation({"a": 1e-4}), 0
+    for _ in range(1000):
+        simulation.budget.written(1e-3)
+        measured += simulation.run(1)["a"]
     assert 150 < measured < 250  # a fifth of the allowance
 
 

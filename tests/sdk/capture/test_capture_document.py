@@ -37,7 +37,6 @@ from watchstep.capture.document.document import (
 from watchstep.capture.document.files import data_of, from_environment, inline, load, load_data
 from watchstep.errors import ConfigError
 from watchstep.format.documents import AttemptDocument
-from watchstep.format.layout import check_name
 from watchstep.format.tensors import MODES
 
 LONG = settings(max_examples=150, deadline=None)
@@ -487,10 +486,6 @@ def test_the_document_of_an_attempt_stays_small_enough_to_be_read(tmp_path: Path
             {} if name == "many" else {"collections": {"head": {"include": "head", "tensors": {"every": 5}}}}
         )
         assert document.config == expected
-
-
-def test_the_names_of_the_tests_are_valid() -> None:
-    assert all(check_name("collection", name) for name in NAMES)
 
 
 def test_merge_keys_cannot_make_a_small_file_large(tmp_path: Path) -> None:

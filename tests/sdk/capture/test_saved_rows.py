@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.sdk.capture.saved_rows import assert_one_for_each_object, assert_steps_never_go_back, marks_of
+from tests.sdk.capture.saved_rows import assert_one_for_each_object, marks_of
+from tests.services.jobs import eventually
 from watchstep import Bounds, Cadence, CaptureConfig, Collection, Hook, Run, open_run
 from watchstep.errors import StoreError
 from watchstep.reading.compaction import compact
@@ -64,13 +64,6 @@ def waiting_store(monkeypatch: pytest.MonkeyPatch, held: threading.Event) -> thr
     return arrived
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def closed(hook: Hook) -> Run:
     hook.close()
     assert hook.health["faults"] == {}
@@ -82,8 +75,7 @@ def test_each_object_has_a_row(tmp_path: Path) -> None:
     record(hook, 50)
     run = closed(hook)
     assert len(run.snapshots()) == 150
-    assert_one_for_each_object(run)
-    assert_steps_never_go_back(tmp_path)
+    assert_one_for_each_object(run, tmp_path)
     assert run.steps()[:50] == list(range(50))
 
 
@@ -96,16 +88,15 @@ def test_objects_that_are_pending_at_the_end_belong_to_its_last_step(
         hook.record({name: np.ones(2)}, collection="mine")
     hook.log(loss=8.0)
     assert waiting_store.wait(DEADLINE)
-    wait_until(lambda: hook.health["counts"].get("rows", 0) == 8)
+    eventually(lambda: hook.health["counts"].get("rows", 0) == 8, DEADLINE)
     closing = threading.Thread(target=hook.close)
     closing.start()
-    wait_until(hook._ending._writer._closing.is_set)
+    eventually(hook._ending._writer._closing.is_set, DEADLINE)
     assert open_run(hook.run_url).snapshots() == []
     held.set()
     closing.join(DEADLINE)
     run = closed(hook)
-    assert_one_for_each_object(run)
-    assert_steps_never_go_back(tmp_path)
+    assert_one_for_each_object(run, tmp_path)
     assert run.steps() == list(range(9))
     assert {mark.at for mark in marks_of(run)} == {8}
 
@@ -116,11 +107,10 @@ def test_after_the_last_step_was_written_the_rows_have_a_step_of_their_own(
     hook = hook_saving(tmp_path)
     record(hook, 5)
     assert waiting_store.wait(DEADLINE)
-    wait_until(lambda: hook.health["counts"].get("rows", 0) == 5)
+    eventually(lambda: hook.health["counts"].get("rows", 0) == 5, DEADLINE)
     held.set()
     run = closed(hook)
-    assert_one_for_each_object(run)
-    assert_steps_never_go_back(tmp_path)
+    assert_one_for_each_object(run, tmp_path)
     assert run.steps() == list(range(6))
     assert {mark.at for mark in marks_of(run)} <= {4, 5}
     (end,) = run.ends()
@@ -141,9 +131,8 @@ def test_a_refused_object_has_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
     hook.close()
     assert hook.health["counts"]["dropped_snapshots"] > 0
     run = open_run(hook.run_url)
-    assert_one_for_each_object(run)
+    assert_one_for_each_object(run, tmp_path)
     assert "mine" not in {mark.collection for mark in marks_of(run)}
-    assert_steps_never_go_back(tmp_path)
     assert run.steps() == [0, 1, 2]
 
 
@@ -153,18 +142,13 @@ def test_rows_appear_during_a_run_that_records_nothing_else(tmp_path: Path) -> N
     for step in range(3):
         hook.record({"a": np.full(2, step)}, collection="mine")
         hook.step()
-        wait_until(lambda: hook._session.snapshot_writer.settled)
+        eventually(lambda: hook._session.snapshot_writer.settled, DEADLINE)
     hook.record({"a": np.ones(2)}, collection="mine")
     hook.step()
 
-    def has_rows() -> bool:
-        run = open_run(hook.run_url)
-        return len(marks_of(run)) > 0
-
-    wait_until(has_rows)
+    eventually(lambda: marks_of(open_run(hook.run_url)), DEADLINE)
     run = closed(hook)
-    assert_one_for_each_object(run)
-    assert_steps_never_go_back(tmp_path)
+    assert_one_for_each_object(run, tmp_path)
 
 
 def test_a_resumed_run_has_rows_at_its_own_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,8 @@ import pytest
 from tests.sdk.capture.node.ranks import do_all, node
 from tests.sdk.event_files import accumulated, contents, event_files
 from tests.sdk.faults.test_disk import small_disk
-from tests.sdk.training import EVERY_STEP, Training
+from tests.sdk.training import EVERY_STEP, watched_training
+from tests.services.jobs import eventually
 from watchstep import Bounds, Hook, open_run
 from watchstep.errors import ConfigError
 from watchstep.format.event_files.tensorboard import EventFile
@@ -35,13 +34,6 @@ def exported(hook: Hook, folder: Path) -> dict[str, dict[str, list[Any]]]:
     return contents(folder)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def assert_whole(hook: Hook, steps: int) -> None:
     """The store has all rows, and health names the event files only."""
     run = open_run(hook.run_url)
@@ -53,9 +45,7 @@ def assert_whole(hook: Hook, steps: int) -> None:
 
 
 def test_they_contain_what_the_export_writes(tmp_path: Path) -> None:
-    training = Training()
-    hook = Hook(tmp_path / "store", run="r", config=EVERY_STEP, tensorboard=tmp_path / "live")
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path / "store", run="r", tensorboard=tmp_path / "live")
 
     def evaluate(step: int, _: Any) -> None:
         if step % 10 == 0:
@@ -77,8 +67,8 @@ def test_they_contain_what_the_export_writes(tmp_path: Path) -> None:
 def test_they_are_written_during_the_run(tmp_path: Path) -> None:
     hook = Hook(tmp_path / "store", run="r", config=FAST, tensorboard=tmp_path / "live")
     log_steps(hook, range(5))
-    wait_for(lambda: bool(event_files(tmp_path / "live")))
-    wait_for(lambda: "loss" in accumulated(tmp_path / "live" / "train-0").Tags()["scalars"])
+    eventually(lambda: bool(event_files(tmp_path / "live")))
+    eventually(lambda: "loss" in accumulated(tmp_path / "live" / "train-0").Tags()["scalars"])
     hook.close()
 
 
@@ -111,10 +101,10 @@ def test_each_rank_has_its_own_folder(tmp_path: Path, tmp_path_factory: pytest.T
 def test_a_folder_that_disappears_is_made_again(tmp_path: Path) -> None:
     hook = Hook(tmp_path / "store", run="r", config=FAST, tensorboard=tmp_path / "live")
     log_steps(hook, range(5))
-    wait_for(lambda: bool(event_files(tmp_path / "live")))
+    eventually(lambda: bool(event_files(tmp_path / "live")))
     shutil.rmtree(tmp_path / "live")
     log_steps(hook, range(5, 10))
-    wait_for(lambda: "tensorboard" in hook.health["faults"])
+    eventually(lambda: "tensorboard" in hook.health["faults"])
     log_steps(hook, range(10, 15))
     hook.close()
     assert_whole(hook, 15)
@@ -130,7 +120,7 @@ def test_a_folder_that_cannot_be_made_is_counted_once(tmp_path: Path) -> None:
     (tmp_path / "live").write_text("in the way")
     for part in range(3):
         log_steps(hook, range(5 * part, 5 * part + 5))
-        wait_for(
+        eventually(
             lambda due=5 * part + 5: (  # type: ignore[misc]
                 hook.health["counts"].get("dropped_tensorboard_rows", 0) == due
             )
@@ -142,9 +132,7 @@ def test_a_folder_that_cannot_be_made_is_counted_once(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_whole_events(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
-        training = Training()
-        hook = Hook(tmp_path / "store", run="r", config=EVERY_STEP, tensorboard=disk)
-        hook.watch(training.model, training.optimizer)
+        hook, training = watched_training(tmp_path / "store", run="r", tensorboard=disk)
         training.run(200)
         hook.close()
         assert "No space left" in hook.health["faults"]["tensorboard"]
@@ -170,7 +158,7 @@ def test_a_folder_that_does_not_answer_delays_nothing(
     monkeypatch.setattr(EventFile, "append", hang)
     hook = Hook(tmp_path / "store", run="r", config=FAST, tensorboard=tmp_path / "live")
     log_steps(hook, range(20))
-    wait_for(lambda: hook.health["counts"].get("rows") == 20)
+    eventually(lambda: hook.health["counts"].get("rows") == 20)
     hook.close()
     assert_whole(hook, 20)
     assert "TimeoutError" in hook.health["faults"]["tensorboard"]

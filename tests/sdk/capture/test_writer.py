@@ -1,17 +1,24 @@
-"""Segments: whole steps, contiguous numbers, nothing overwritten, and an end document with their number."""
+"""Segments: whole steps, contiguous numbers, nothing overwritten, an end document with their number, and a backlog of few Python objects."""
 
 from __future__ import annotations
 
+import gc
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.sdk.training import recorded, watched_training
+from tests.services.jobs import eventually
 from watchstep import Bounds, CaptureConfig, Hook, open_run
+from watchstep.capture.steps.record import Group, Record
 from watchstep.capture.tensors.snapshots import SnapshotWriter
 from watchstep.format.layout import SegmentKey
+from watchstep.format.tensors import TensorInfo
+from watchstep.kernels.array_kernel import measure_array
+from watchstep.kernels.measurement import Completed
 from watchstep.store.store import Store
 
 
@@ -43,10 +50,7 @@ def test_a_bad_loss_that_is_logged_does_not_wait_for_the_next_flush(tmp_path: Pa
     hook.log(loss=float("nan"))
     hook.step()
     hook.log(loss=1.0)
-    deadline = time.monotonic() + 60
-    while not segments(Store.open(tmp_path), "r"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: segments(Store.open(tmp_path), "r"), 60)
     assert [key.last for key in segments(Store.open(tmp_path), "r")] == [0]
     hook.close()
 
@@ -114,3 +118,45 @@ def test_the_last_step_is_written_if_an_object_is_finished_while_the_queue_is_em
     assert run.steps() == [0, 1, 2]
     assert [end.state for end in run.ends()] == ["completed"]
     assert "spill" not in hook.health["notes"]
+
+
+def tracked() -> int:
+    """Objects that the collector looks at."""
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def test_steps_that_wait_for_their_segment_are_arrays(tmp_path: Path) -> None:
+    config = CaptureConfig(overhead_budget=None, system=None, bounds=Bounds(flush_seconds=3600))
+    hook, training = watched_training(tmp_path, config=config)
+    training.run(40)
+    before = tracked()
+    training.run(400)
+    # The writer looks by itself, and nothing wakes it.
+    eventually(lambda: hook._session.queue.room == config.bounds.queue_bytes, 60)
+    assert tracked() - before < 400 * 20
+    assert hook.health["counts"].get("objects", 0) == 0
+    run = recorded(hook)
+    assert run.steps() == list(range(440))
+
+
+def test_rows_are_counted_by_what_their_histograms_take() -> None:
+    rng = np.random.default_rng(0)
+    narrow, wide = (
+        measure_array(
+            (rng.standard_normal(4096) * 10.0 ** rng.integers(-width, width + 1, 4096)).astype(np.float32)
+        )
+        for width in (0, 18)
+    )
+    group = Group.of((TensorInfo("w", ("weights",), "weight"),))
+    sizes = [Record(0, "train", 0, 0, group, Completed(row)).bytes for row in (narrow, wide)]
+    extra = sum(
+        getattr(wide.histogram, name).nbytes - getattr(narrow.histogram, name).nbytes
+        for name in ("bins", "counts")
+    )
+    assert sizes[1] - sizes[0] == extra > 1000
+
+
+def test_the_bound_limits_what_it_names() -> None:
+    parts = {"queue": 64, "backlog": 64, "segment": 136, "snapshots": 256, "samples": 32, "libraries": 128}
+    assert CaptureConfig().memory_bound == sum(parts.values()) * 2**20

@@ -1,10 +1,11 @@
-"""The compiled kernel gives the same counts for every instruction set and every way to process a chunk."""
+"""The compiled kernel gives the same counts for every instruction set, every way to process a chunk, and more than 2**31 elements."""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from hatch_build import FLAGS, FOLDER, SOURCES
 from watchstep.format.statistics import COUNT_COLUMNS
+from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import checksum_array, measure_array
 from watchstep.kernels.native_kernel import KIND_OF_WIDTH, KINDS, MemoryRange, NativeKernel
 
@@ -153,3 +155,28 @@ def test_equal_elements_have_no_spread(kernel: NativeKernel) -> None:
 def test_checksums_are_those_of_numpy(kernel: NativeKernel, size: int, width: int, seed: int) -> None:
     x = np.random.default_rng(seed).integers(0, 256, size * width, np.uint8).view(f"u{width}")
     assert kernel.checksums([MemoryRange(x.ctypes.data, size, KIND_OF_WIDTH[width])])[0] == checksum_array(x)
+
+
+ELEMENTS = 2**31 + 12_345
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere reading pages that were never written may take memory"
+)
+def test_elements_past_2_to_the_31_count() -> None:
+    kernel = native_kernel.load()
+    if kernel is None:
+        pytest.skip("the compiled kernel is not built")
+    memory = np.zeros(ELEMENTS, np.uint8)
+    memory[[0, 2**31 - 1, 2**31, ELEMENTS - 1]] = [
+        0x3C,
+        0xC0,
+        0x7C,
+        0x7F,
+    ]  # as float8_e5m2: 1, -2, infinity, NaN
+    row = kernel.measure([MemoryRange(memory.ctypes.data, ELEMENTS, KINDS["float8_e5m2"])]).collect()
+    counts = (row.count[0], row.zero[0], row.negative[0], row.pos_inf[0], row.nan[0])
+    assert counts == (ELEMENTS, ELEMENTS - 4, 1, 1, 1)
+    assert (row.min[0], row.max[0], row.abs_sum[0]) == (-2, 1, 3)
+    bins, found = row.histogram.row(0)
+    assert dict(zip(bins.tolist(), found.tolist(), strict=True)) == {0: 1, 3: 1}

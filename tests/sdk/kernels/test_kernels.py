@@ -1,10 +1,11 @@
-"""All kernels give the figures of the exact reference: exact counts, and sums within their bounds."""
+"""All kernels give the figures of the exact reference: exact counts, and sums within their bounds; parts and scaled tensors give those of the whole."""
 
 from __future__ import annotations
 
 import math
 import shutil
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -14,11 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.sdk.reference import ExactRow, exact_row
-from watchstep.format.statistics import COUNT_COLUMNS, StatisticsBatch, l1, l2
+from watchstep.format.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch, l1, l2
 from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import measure_array
-from watchstep.pytorch.device_kernel import measure_on_device, to_batch
-from watchstep.pytorch.gate import any_is_nonfinite_on_host
+from watchstep.kernels.measurement import Completed, Measurement, Merged, Reordered, Rescaled
+from watchstep.pytorch.device_kernel import (
+    measure_by_operations,
+    measure_on_device,
+    nonfinite_by_operations,
+    to_batch,
+)
+from watchstep.pytorch.gate import GradientGate, any_is_nonfinite_on_host
 from watchstep.pytorch.kernel import TorchKernel, checksums
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -196,3 +203,119 @@ def test_a_tensor_whose_memory_was_freed_has_no_elements(dtype: torch.dtype) -> 
     assert rows.count.tolist() == [0, 0, 0, 3]
     assert not any_is_nonfinite_on_host(freed)
     assert checksums(freed[:1]).shape == (1,)
+
+
+def of_ones(*sizes: int) -> Measurement:
+    return TorchKernel().measure([torch.ones(size) for size in sizes])
+
+
+def test_parts_are_returned_in_the_requested_order() -> None:
+    several = Reordered.of([((3, 0), of_ones(4, 1)), ((1,), of_ones(2)), ((2,), of_ones(3))])
+    assert several.collect().count.tolist() == [1, 2, 3, 4]
+
+
+class Unknown:
+    """A measurement whose device has not answered."""
+
+    nonfinite: bool | None = None
+    collect = Completed.collect
+
+
+def test_one_bad_part_is_enough_to_know() -> None:
+    bad, good = TorchKernel().measure([torch.full((1,), math.nan)]), of_ones(1)
+    assert Reordered((good, good), (0, 1)).nonfinite is False
+    assert Reordered((good, Unknown()), (0, 1)).nonfinite is None
+    assert Reordered((Unknown(), bad), (0, 1)).nonfinite is True
+
+
+def test_operations_measure_where_no_kernel_does() -> None:
+    batch = measure_by_operations([torch.tensor([1.0, -3.0]), torch.tensor([math.inf])]).collect()
+    assert batch.count.tolist() == [2, 1]
+    assert batch.pos_inf.tolist() == [0, 1]
+    assert batch.mean[0] == -1
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
+)
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_operations_find_what_is_not_finite(dtype: torch.dtype, bad: float) -> None:
+    good = [torch.ones(3).to(dtype), torch.empty(0).to(dtype), torch.zeros(2)]
+    assert nonfinite_by_operations(good).tolist() == [0, 1]
+    assert nonfinite_by_operations([*good, torch.tensor([0.0, bad]).to(dtype)]).tolist() == [1, 1]
+    assert nonfinite_by_operations([torch.empty(0)]).tolist() == [0, 1]
+
+
+def test_the_gate_checks_tensors_on_the_host() -> None:
+    gate = GradientGate()
+    assert not gate.has_nonfinite([torch.ones(3)])
+    assert gate.has_nonfinite([torch.ones(3), torch.tensor([math.nan])])
+    strided = torch.ones(6, 6)[::2, ::3]
+    assert not gate.has_nonfinite([strided, torch.ones(2, dtype=torch.complex64)])
+    strided[1, 1] = math.inf
+    assert gate.has_nonfinite([torch.ones(3), strided])
+    assert gate.has_nonfinite([torch.tensor([complex(0, math.nan)])])
+    assert not gate.loss_is_bad(torch.tensor(1.0))
+    assert gate.loss_is_bad(torch.tensor(math.inf))
+
+
+ELEMENTS = st.lists(
+    st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-6)
+    | st.sampled_from([np.nan, np.inf, -np.inf]),
+    max_size=30,
+)
+
+
+def measured_list(values: list[float]) -> Completed:
+    return Completed(measure_array(np.asarray(values, np.float64)))
+
+
+def assert_close(found: StatisticsBatch, due: StatisticsBatch) -> None:
+    for name in COUNT_COLUMNS:
+        assert getattr(found, name).tolist() == getattr(due, name).tolist()
+    for name in VALUE_COLUMNS:
+        np.testing.assert_allclose(getattr(found, name), getattr(due, name), rtol=1e-9, atol=1e-9)
+
+
+def assert_same_bins(found: StatisticsBatch, due: StatisticsBatch) -> None:
+    assert found.histogram.offsets.tolist() == due.histogram.offsets.tolist()
+    assert found.histogram.bins.tolist() == due.histogram.bins.tolist()
+    assert found.histogram.counts.tolist() == due.histogram.counts.tolist()
+
+
+@given(ELEMENTS, st.integers(-20, 40))
+def test_a_power_of_two_is_exact(values: list[float], exponent: int) -> None:
+    scale = 2.0**exponent
+    found = Rescaled(measured_list([value * scale for value in values]), lambda: scale).collect()
+    due = measured_list(values).collect()
+    for name in ("min", "max", "abs_min"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(due, name))
+    assert_close(found, due)
+    assert_same_bins(found, due)
+
+
+@given(ELEMENTS, st.floats(1e-3, 1e6))
+def test_other_numbers_are_within_rounding_and_one_bin(values: list[float], scale: float) -> None:
+    found = Rescaled(measured_list([value * scale for value in values]), lambda: scale).collect()
+    due = measured_list(values).collect()
+    assert_close(found, due)
+    assert found.histogram.counts.sum() == due.histogram.counts.sum()
+    if len(due.histogram.bins):
+        assert abs(int(found.histogram.bins[0] >> 1) - int(due.histogram.bins[0] >> 1)) <= 1
+
+
+@given(st.lists(st.lists(ELEMENTS, min_size=1, max_size=4), min_size=1, max_size=4))
+def test_parts_are_the_whole(tensors: list[list[list[float]]]) -> None:
+    parts = [(owner, measured_list(part)) for owner, group in enumerate(tensors) for part in group]
+    merged = Merged([part for _, part in parts], [owner for owner, _ in parts], len(tensors))
+    whole = StatisticsBatch.concatenate(
+        [measured_list(list(chain.from_iterable(group))).collect() for group in tensors]
+    )
+    assert_close(merged.collect(), whole)
+    assert_same_bins(merged.collect(), whole)
+    assert merged.nonfinite == bool(whole.nonfinite.any())
+
+
+@pytest.mark.parametrize(("values", "bad"), [([1.0], False), ([1.0, np.nan], True)])
+def test_what_is_not_finite_stays_so(values: list[float], bad: bool) -> None:
+    assert Rescaled(measured_list(values), lambda: 2.0).nonfinite == bad

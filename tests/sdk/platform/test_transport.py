@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.sdk.store.dripping_server import ANSWERS, dripping
+from tests.services.channels.certificates import Certificate, make_certificate
 from watchstep.errors import ServiceError
 from watchstep.platform.transport import (
     ServiceAddress,
@@ -103,6 +107,12 @@ def transport(server: Server, waits: Waits) -> Transport:
     return Transport(ServiceAddress(f"{server.url}/below"), 60.0, wait=waits)
 
 
+def _answer_once(listener: socket.socket, answer: bytes) -> None:
+    with listener.accept()[0] as connection:
+        connection.recv(65536)
+        connection.sendall(answer)
+
+
 def post(transport: Transport, body: object = "yes", **more: Any) -> bytes:
     return transport.fetch("POST", "/it", {"x": 1}, body, **more)[0]
 
@@ -178,33 +188,26 @@ def test_a_retry_waits_for_the_time_that_the_service_states(
     assert len(waits) == 3, "a conflict does not pass"
 
 
-def test_a_refused_connection_is_tried_again(server: Server) -> None:
+def test_a_refused_connection_is_tried_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
+        address = silent.getsockname()
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
     waited: list[float] = []
 
     def listen(seconds: float) -> None:
         waited.append(seconds)
         if len(waited) == 2:
-            listening.append(threading.Thread(target=_answer_once, args=(port, accepting)))
-            listening[0].start()
-            assert accepting.wait(60)
+            listener = listening.enter_context(socket.create_server(address))
+            answering.append(threading.Thread(target=_answer_once, args=(listener, answer)))
+            answering[0].start()
 
-    listening: list[threading.Thread] = []
-    accepting = threading.Event()
-    transport = Transport(ServiceAddress(f"http://127.0.0.1:{port}"), 60.0, wait=listen)
-    assert transport.call("POST", "/", None, {}) == {}
-    listening[0].join()
+    answering: list[threading.Thread] = []
+    with ExitStack() as listening:
+        transport = Transport(ServiceAddress(f"http://127.0.0.1:{address[1]}"), 60.0, wait=listen)
+        assert transport.call("POST", "/", None, {}) == {}
+        answering[0].join()
     assert len(waited) == 2
     assert len(set(waited)) == 2
-
-
-def _answer_once(port: int, accepting: threading.Event) -> None:
-    with socket.create_server(("127.0.0.1", port)) as listener:
-        accepting.set()
-        with listener.accept()[0] as connection:
-            connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
 
 
 def test_no_answer_states_why(server: Server, waits: Waits) -> None:
@@ -232,20 +235,14 @@ def test_a_broken_connection_is_no_answer(transport: Transport, server: Server, 
     assert len(set(server.keys)) == 1
 
 
-def test_a_response_that_is_not_http_is_an_error(waits: Waits) -> None:
+def test_a_response_that_is_not_http_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as odd:
-        thread = threading.Thread(target=_say_nonsense, args=(odd,))
+        thread = threading.Thread(target=_answer_once, args=(odd, b"I am no web server\r\n\r\n"))
         thread.start()
         address = ServiceAddress(f"http://127.0.0.1:{odd.getsockname()[1]}")
         with pytest.raises(UnreachableError, match="does not respond"):
             Transport(address, 60.0, tries=1).fetch("GET", "/")
         thread.join()
-
-
-def _say_nonsense(odd: socket.socket) -> None:
-    with odd.accept()[0] as first_connection:
-        first_connection.recv(65536)
-        first_connection.sendall(b"I am no web server\r\n\r\n")
 
 
 def test_a_proxy_of_the_environment_is_used(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,32 +288,87 @@ def test_bounded_requests_share_a_connection(server: Server) -> None:
     assert server.connections == 1
 
 
-class Gateway(BaseHTTPRequestHandler):
-    """Answers with a problem document of its own."""
+def test_a_problem_of_another_service_is_not_final(transport: Transport, server: Server) -> None:
+    """Otherwise a gateway in front of a service that restarts would keep a program from starting."""
+    server.answers = [(400, "")]
+    with pytest.raises(ServiceRefusedError, match="a") as refused:
+        post(transport, {"type": "https://gateway.example/refused", "detail": "a", "hint": "b"})
+    assert not refused.value.is_final
+
+
+class EmptyAnswer(BaseHTTPRequestHandler):
+    """Answers with an empty object, and closes the connection."""
 
     def do_GET(self) -> None:
-        body = b'{"type": "https://gateway.example/refused", "detail": "a", "hint": "b"}'
-        self.send_response(400)
-        self.send_header("content-length", str(len(body)))
+        self.send_response(200)
+        self.send_header("content-length", "2")
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(b"{}")
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_arguments: Any) -> None:
         pass
 
 
-def test_a_problem_of_another_service_is_not_final() -> None:
-    """Otherwise a gateway in front of a service that restarts would keep a program from starting."""
-    gateway = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
-    thread = threading.Thread(target=gateway.serve_forever, daemon=True)
-    thread.start()
-    try:
-        with pytest.raises(ServiceRefusedError, match="a") as refused:
-            Transport(ServiceAddress(f"http://127.0.0.1:{gateway.server_address[1]}"), 60.0).fetch(
-                "GET", "/x"
-            )
-    finally:
-        gateway.shutdown()
-        gateway.server_close()
+class TlsServer(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that refuses the certificate is expected."""
+
+
+@contextmanager
+def serving(certificate: Certificate) -> Iterator[Transport]:
+    with TlsServer(("127.0.0.1", 0), EmptyAnswer) as server:
+        server.socket = certificate.server_context().wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield Transport(
+            ServiceAddress.checked(f"https://127.0.0.1:{server.server_address[1]}", "t"), 10.0, tries=1
+        )
+        server.shutdown()
         thread.join()
-    assert not refused.value.is_final
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Certificate:
+    return make_certificate(tmp_path)
+
+
+def test_a_certificate_of_an_unknown_authority_is_refused(certificate: Certificate) -> None:
+    with (
+        serving(certificate) as transport,
+        pytest.raises(UnreachableError, match="CERTIFICATE_VERIFY_FAILED"),
+    ):
+        transport.call("GET", "/")
+
+
+def test_the_systems_authorities_are_read_once_for_many_connections(
+    certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate.path))
+    reads = []
+    load = ssl.SSLContext.load_default_certs
+
+    def counted(context: ssl.SSLContext, *arguments: Any) -> None:
+        reads.append(context)
+        load(context, *arguments)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", counted)
+    with serving(certificate) as transport:
+        for _ in range(5):  # each has a connection of its own, because the server closes them
+            assert transport.call("GET", "/") == {}
+    assert len(reads) == 1
+
+
+def test_certificates_of_authorities_that_change_are_read_again(
+    certificate: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    other = make_certificate(tmp_path / "other")
+    authorities = tmp_path / "authorities.pem"
+    authorities.write_bytes(other.path.read_bytes())
+    monkeypatch.setenv("SSL_CERT_FILE", str(authorities))
+    monkeypatch.setattr("watchstep.platform.transport._TLS_SECONDS", 0.0)
+    with serving(certificate) as transport:
+        with pytest.raises(UnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
+            transport.call("GET", "/")
+        authorities.write_bytes(certificate.path.read_bytes())
+        assert transport.call("GET", "/") == {}

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 import watchstep
-from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
+from tests.sdk.training import (
+    EVERY_STEP,
+    batches,
+    recorded,
+    small_model,
+    watched_training,
+    watching,
+    with_sgd,
+)
 from watchstep import Cadence, CaptureConfig, Collection, Hook
 from watchstep.errors import ConfigError
 
@@ -20,57 +28,59 @@ def names_in(
 ) -> dict[str, list[str]]:
     """The tensors of each collection after some steps."""
     config = CaptureConfig(collections=collections, overhead_budget=None)
-    hook, training = Hook(tmp_path, config=config), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path, config=config)
     training.run(steps)
     return recorded(hook).collections
 
 
-def test_a_collection_by_regular_expression(tmp_path: Path) -> None:
-    found = names_in(tmp_path, {"head": Collection(include=r"3\.", exclude=r".*bias")})
-    assert found == {"head": ["3.weight", "3.weight:gradient", "3.weight:update"]}
-
-
-def test_a_collection_by_module_type_or_its_base(tmp_path: Path) -> None:
-    found = names_in(
-        tmp_path,
-        {
-            "norms": Collection(module_types=("LayerNorm",), roles=("weight", "bias")),
-            "all": Collection(module_types=("Module",), roles=("output",)),
-        },
-    )
-    assert found["norms"] == ["2.bias", "2.weight"]
-    assert found["all"] == ["model:output", "0:output", "1:output", "2:output", "3:output"]
+@pytest.mark.parametrize(
+    ("collections", "names"),
+    [
+        (
+            {"head": Collection(include=r"3\.", exclude=r".*bias")},
+            {"head": ["3.weight", "3.weight:gradient", "3.weight:update"]},
+        ),
+        (
+            {"norms": Collection(module_types=("LayerNorm",), roles=("weight", "bias"))},
+            {"norms": ["2.bias", "2.weight"]},
+        ),
+        (
+            {"all": Collection(module_types=("Module",), roles=("output",))},
+            {"all": ["model:output", "0:output", "1:output", "2:output", "3:output"]},
+        ),
+        (
+            {"relu_inputs": Collection(module_types=("ReLU",), roles=("input",))},
+            {"relu_inputs": ["1:input"]},
+        ),
+        (
+            {"activations": Collection(module_types=("ReLU",)), "gradients": Collection(exclude="[02]")},
+            {"activations": ["1:output"], "gradients": ["3.bias:gradient", "3.weight:gradient"]},
+        ),
+    ],
+    ids=[
+        "regular expression",
+        "module type",
+        "base of a module type",
+        "inputs",
+        "smaller built-in collections",
+    ],
+)
+def test_collections_by_selectors(
+    tmp_path: Path, collections: dict[str, Cadence | Collection], names: dict[str, list[str]]
+) -> None:
+    assert names_in(tmp_path, collections) == names
 
 
 def test_a_collection_by_module_takes_what_lies_below_it(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"encoder": small_model(), "encoder_2": nn.Linear(2, 2)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd(nn.ModuleDict({"encoder": small_model(), "encoder_2": nn.Linear(2, 2)}))
     config = CaptureConfig(collections={"mine": Collection(modules=("encoder",))}, overhead_budget=None)
-    with Hook(tmp_path, config=config) as hook:
-        hook.watch(model, optimizer)
+    with watching(tmp_path, model, optimizer, config=config) as hook:
         model["encoder_2"](model["encoder"](torch.ones(4, 8))).sum().backward()
         optimizer.step()
     collection = recorded(hook).collections["mine"]
     assert "encoder:output" in collection
     assert "encoder.0.weight:gradient" in collection
     assert not any(name.startswith("encoder_2") for name in collection)
-
-
-def test_inputs_of_modules_if_requested(tmp_path: Path) -> None:
-    found = names_in(tmp_path, {"relu_inputs": Collection(module_types=("ReLU",), roles=("input",))})
-    assert found == {"relu_inputs": ["1:input"]}
-
-
-def test_selectors_make_a_built_in_collection_smaller(tmp_path: Path) -> None:
-    found = names_in(
-        tmp_path,
-        {"activations": Collection(module_types=("ReLU",)), "gradients": Collection(exclude="0")},
-    )
-    assert found == {
-        "activations": ["1:output"],
-        "gradients": ["2.bias:gradient", "2.weight:gradient", "3.bias:gradient", "3.weight:gradient"],
-    }
 
 
 def test_a_tensor_is_measured_when_one_of_its_collections_is_due(tmp_path: Path) -> None:
@@ -80,8 +90,7 @@ def test_a_tensor_is_measured_when_one_of_its_collections_is_due(tmp_path: Path)
             "head": Collection(Cadence(every=3), include="3.weight", roles=("gradient",)),
         }
     )
-    hook, training = Hook(tmp_path, config=config), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path, config=config)
     training.run(10)
     run = recorded(hook)
     assert run.tensor("3.weight:gradient").steps() == [0, 3, 4, 6, 8, 9]
@@ -97,10 +106,8 @@ def test_the_optimizers_state(tmp_path: Path) -> None:
 
 
 def test_an_update_is_what_changed(tmp_path: Path) -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(nn.Linear(4, 3), 0.5)
+    hook = watching(tmp_path, model, optimizer)
     before = model.weight.detach().clone()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
@@ -115,8 +122,7 @@ def test_tensors_given_by_hand(tmp_path: Path) -> None:
     config = CaptureConfig(
         collections={"labels": Cadence(), "custom": Cadence(every=2), "attention": Cadence(every=3)}
     )
-    hook, training = Hook(tmp_path, config=config), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path, config=config)
 
     def give(step: int, _: torch.Tensor) -> None:
         hook.record(labels=torch.full((4,), step), mask=np.ones(3))
@@ -137,8 +143,7 @@ def test_evaluation_in_its_own_mode_and_cadence(tmp_path: Path) -> None:
     config = CaptureConfig(
         collections={"activations": Collection(Cadence(every=2), modes={"eval": Cadence(every=3)})}
     )
-    hook, training = Hook(tmp_path, config=config), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path, config=config)
     training.run(3)
     training.model.eval()
     for _ in range(5):
@@ -155,16 +160,14 @@ def test_a_selector_that_nothing_meets_is_reported(tmp_path: Path) -> None:
         "head": Collection(include="3"),
         "mine": Cadence(),
     }
-    hook, training = Hook(tmp_path, config=CaptureConfig(collections=chosen)), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path, config=CaptureConfig(collections=chosen))
     training.run(5)
     assert hook.health["notes"]["collections"].startswith("nothing belongs to: relus;")
     hook.close()
 
 
 def test_labels_that_are_given_before_the_forward_pass_belong_to_it(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
     for step, (x, _) in enumerate(batches(5)):
         hook.record(labels=torch.full((8,), step))
         training.optimizer.zero_grad()
@@ -180,8 +183,7 @@ def test_labels_that_are_given_before_the_forward_pass_belong_to_it(tmp_path: Pa
 
 def test_a_training_that_continues_keeps_the_steps_before_it(tmp_path: Path) -> None:
     for first, steps in ((0, 6), (4, 3)):
-        hook, training = Hook(tmp_path, run="r", config=EVERY_STEP, first_step=first), Training()
-        hook.watch(training.model, training.optimizer)
+        hook, training = watched_training(tmp_path, run="r", first_step=first)
         training.run(steps)
         run = recorded(hook)
     assert run.steps() == list(range(7))
@@ -190,11 +192,7 @@ def test_a_training_that_continues_keeps_the_steps_before_it(tmp_path: Path) -> 
         Hook(tmp_path, first_step=-1)
 
 
-def test_what_is_nearly_a_built_in_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gradients"):
-        CaptureConfig(collections={"gradient": Cadence()})
-    with pytest.raises(ConfigError, match="regular expression"):
-        Collection(include="(")
+def test_wrong_selectors_and_cadences_are_refused() -> None:
     with pytest.raises(ConfigError, match="tuple"):
         Collection(modules="encoder")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="wieght"):

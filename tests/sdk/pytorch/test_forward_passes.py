@@ -6,13 +6,23 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
+from tests.sdk.training import (
+    Composed,
+    Training,
+    batches,
+    recorded,
+    small_model,
+    watched_training,
+    watching,
+    with_sgd,
+)
 from watchstep import Hook
 
 BATCH = 32 * 16  # elements of the first layer's output in one pass
@@ -32,8 +42,7 @@ def counts(hook: Hook, name: str = "0:output", mode: str = "train") -> list[int]
 def test_a_pass_without_gradients_is_no_training_pass(
     tmp_path: Path, disabled: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
 
     def measure(_step: int, _loss: Tensor) -> None:
         with disabled():
@@ -45,10 +54,8 @@ def test_a_pass_without_gradients_is_no_training_pass(
 
 
 def test_a_pass_without_gradients_between_forward_and_backward(tmp_path: Path) -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(small_model())
+    hook = watching(tmp_path, model, optimizer)
     average = {name: 0.5 * tensor.detach() for name, tensor in model.named_parameters()}
     for x, y in batches(3):
         loss = nn.functional.cross_entropy(model(x), y)
@@ -60,8 +67,7 @@ def test_a_pass_without_gradients_between_forward_and_backward(tmp_path: Path) -
 
 
 def test_such_a_pass_is_recorded_in_the_mode_that_the_program_names(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
 
     def measure(_step: int, _loss: Tensor) -> None:
         hook.mode = "eval"
@@ -76,8 +82,7 @@ def test_such_a_pass_is_recorded_in_the_mode_that_the_program_names(tmp_path: Pa
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_another_thread_that_serves_the_model_is_not_recorded(tmp_path: Path, gradients: bool) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
 
     def serve() -> None:
         with torch.set_grad_enabled(gradients):
@@ -96,8 +101,7 @@ def test_another_thread_that_serves_the_model_is_not_recorded(tmp_path: Path, gr
 
 
 def test_a_training_that_moves_to_another_thread_is_recorded_there(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
     for _ in range(2):
         thread = threading.Thread(target=training.run, args=(3,))
         thread.start()
@@ -105,23 +109,16 @@ def test_a_training_that_moves_to_another_thread_is_recorded_there(tmp_path: Pat
     assert counts(hook) == [BATCH] * 6
 
 
-class Frozen(nn.Module):
-    """Its first layer is used without gradients, as a frozen backbone is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head = nn.Linear(8, 16), nn.Linear(16, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            features = self.backbone(x)
-        scores: Tensor = self.head(features)
-        return scores
+def without_gradients(module: Any, x: Tensor) -> Any:
+    """As a program uses a frozen backbone."""
+    with torch.no_grad():
+        features = module.backbone(x)
+    return module.head(features)
 
 
 def test_frozen_parts_of_a_training_pass_are_recorded(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training(Frozen())
-    hook.watch(training.model, training.optimizer)
+    model = Composed(without_gradients, backbone=nn.Linear(8, 16), head=nn.Linear(16, 2))
+    hook, training = watched_training(tmp_path, Training(model))
     training.run(3)
     assert counts(hook, "backbone:output") == [BATCH] * 3
 
@@ -129,19 +126,11 @@ def test_frozen_parts_of_a_training_pass_are_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_passes_count_once(tmp_path: Path, whole: bool, reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = small_model()
+    def forward(module: Any, x: Tensor) -> Any:
+        return module.inner(x) if whole else checkpoint(module.inner, x, use_reentrant=reentrant)
 
-        def forward(self, x: Tensor) -> Tensor:
-            scores: Tensor = self.inner(x) if whole else checkpoint(self.inner, x, use_reentrant=reentrant)
-            return scores
-
-    model = Checkpointed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(Composed(forward, inner=small_model()))
+    hook = watching(tmp_path, model, optimizer)
     for _ in range(2):
         x = torch.ones(4, 8, requires_grad=True)
         scores = checkpoint(model, x, use_reentrant=reentrant) if whole else model(x)
@@ -151,8 +140,7 @@ def test_checkpointed_passes_count_once(tmp_path: Path, whole: bool, reentrant: 
 
 
 def test_after_a_pass_that_raises_others_are_distinguished_as_before(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
 
     def fail(_step: int, _loss: Tensor) -> None:
         with pytest.raises(RuntimeError, match="shapes"):
@@ -162,17 +150,3 @@ def test_after_a_pass_that_raises_others_are_distinguished_as_before(tmp_path: P
 
     training.run(2, fail)
     assert counts(hook) == [BATCH] * 2
-
-
-def test_outputs_of_parts_are_not_remembered_beyond_their_step(tmp_path: Path) -> None:
-    hook, model = Hook(tmp_path), small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook.watch(model, optimizer)
-    for x, _ in batches(300):
-        for layer in model:
-            x = layer(x)  # noqa: PLW2901 - the parts are called, and never the model
-        x.sum().backward()
-        optimizer.step()
-    assert len(hook._watches[0]._activations.live.alive()) <= 2 * len(model)
-    assert len(hook._watches[0]._activations.live._outputs) <= 2 * len(model)
-    hook.close()

@@ -1,7 +1,10 @@
-"""Passes without values, tensors without a single shape, and concurrent trainings."""
+"""Programs whose objects raise or misbehave, models that are copied, passes without values, and concurrent trainings."""
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,24 +17,27 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.sdk.training import EVERY_STEP, Training, recorded, small_model
+from tests.sdk.programs import run_program
+from tests.sdk.training import (
+    EVERY_STEP,
+    Composed,
+    Training,
+    batches,
+    recorded,
+    small_model,
+    watched_training,
+    watching,
+    with_sgd,
+)
 from watchstep import Cadence, CaptureConfig, Collection, Hook, open_run
 from watchstep.errors import ConfigError
 
 X = torch.linspace(-1, 1, 64).view(8, 8)
 
 
-class Jagged(nn.Module):
-    """Its only layer is given two sequences of different length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        nested = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
-        out: Tensor = self.layer(nested).values()
-        return out
+def jagged(module: Any, x: Tensor) -> Any:
+    """Gives a layer two sequences of different length."""
+    return module.layer(torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)).values()
 
 
 def transformed(model: nn.Module) -> None:
@@ -64,8 +70,7 @@ BESIDES: dict[str, Callable[[nn.Module], None]] = {
 
 @pytest.mark.parametrize("name", BESIDES)
 def test_passes_without_numbers_leave_no_trace(tmp_path: Path, name: str) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
     losses = training.run(3, lambda *_: BESIDES[name](training.model))
     run = recorded(hook)
     assert losses == Training().run(3)
@@ -151,10 +156,8 @@ def test_a_model_that_answers_for_attributes_is_recorded_as_a_whole(
 ) -> None:
     inner: Any = nn.Linear(8, 2)
     compiled: Any = torch.compile(inner, backend="eager") if is_compiled else inner
-    model = PassesOn(compiled)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(PassesOn(compiled))
+    hook = watching(tmp_path, model, optimizer)
     model(X).sum().backward()
     optimizer.step()
     assert {"head.weight:gradient", "head:output"} <= set(recorded(hook).tensors())
@@ -176,7 +179,7 @@ def test_modules_that_take_no_hooks_are_wrong_arguments(
 
 
 def test_nested_outputs_are_their_values(tmp_path: Path) -> None:
-    hook, model = Hook(tmp_path, config=EVERY_STEP), Jagged()
+    hook, model = Hook(tmp_path, config=EVERY_STEP), Composed(jagged, layer=nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hook.watch(model, optimizer)
     due = model(X)
@@ -292,10 +295,8 @@ class Unreadable(nn.ReLU):
 def test_a_module_that_takes_no_hooks_costs_its_own_activations_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[], nn.Module], lost: set[str]
 ) -> None:
-    model = nn.Sequential(nn.Linear(8, 4), make(), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(nn.Sequential(nn.Linear(8, 4), make(), nn.Linear(4, 2)))
+    hook = watching(tmp_path, model, optimizer)
     for _ in range(3):
         model(X).square().mean().backward()
         optimizer.step()
@@ -316,33 +317,26 @@ class Freed(nn.Module):
         return freed
 
 
-class Discards(nn.Module):
+def discards(module: Any, x: Tensor) -> Any:
     """Has outputs that are freed, and expanded outputs that use less memory than their shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second, self.freed, self.mask = nn.Linear(8, 4), Freed(), nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.freed(x)
-        self.mask(torch.ones(1).expand(1 << 16, 1 << 16))
-        out: Tensor = self.second(x)
-        return out
+    module.freed(x)
+    module.mask(torch.ones(1).expand(1 << 16, 1 << 16))
+    return module.second(x)
 
 
 def test_freed_and_expanded_outputs_do_not_end_the_program(tmp_path: Path) -> None:
-    model = Discards()
-    optimizer = torch.optim.SGD([model.second.bias], 0.1)
-    with Hook(tmp_path, run="r", config=EVERY_STEP) as hook:
-        hook.watch(model, optimizer)
+    second = nn.Linear(8, 4)
+    model = Composed(discards, second=second, freed=Freed(), mask=nn.Identity())
+    optimizer = torch.optim.SGD([second.bias], 0.1)
+    with watching(tmp_path, model, optimizer, run="r"):
         for _ in range(4):
             model(X).sum().backward()
-            gradient = model.second.weight.grad
+            gradient = second.weight.grad
             assert gradient is not None
             gradient.untyped_storage().resize_(0)
             optimizer.step()
             optimizer.zero_grad()
-            model.second.weight.grad = None
+            second.weight.grad = None
     assert open_run(tmp_path / "default" / "r").tensor("mask:output").rows.statistics.count[0] == 1 << 32
 
 
@@ -354,8 +348,9 @@ def test_freed_tensors_are_not_copied(tmp_path: Path) -> None:
     unused, head = nn.Linear(8, 4), nn.Linear(8, 4)
     model = nn.Sequential(nn.Linear(8, 8), Freed(), unused)
     optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], 0.1)
-    with Hook(tmp_path, run="r", config=config) as hook:
-        hook.watch(nn.ModuleDict({"model": model, "head": head}), optimizer)
+    with watching(
+        tmp_path, nn.ModuleDict({"model": model, "head": head}), optimizer, run="r", config=config
+    ) as hook:
         for step in range(3):
             model[:2](X)
             head(X).sum().backward()
@@ -419,8 +414,7 @@ def test_parameters_can_be_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model[2].parameters(), 0.1)
-    with Hook(tmp_path, run="r", config=EVERY_STEP) as hook:
-        hook.watch(model, optimizer)
+    with watching(tmp_path, model, optimizer, run="r"):
         for step in range(6):
             model(X.to(next(model.parameters()).dtype)).sum().backward()
             optimizer.step()
@@ -449,8 +443,7 @@ class Contains(nn.Module):
 
 def test_containers_are_searched_without_their_own_methods(tmp_path: Path) -> None:
     model = nn.ModuleDict({"layer": nn.Linear(8, 4), "contains": Contains()})
-    with Hook(tmp_path, run="r", config=EVERY_STEP) as hook:
-        hook.watch(model)
+    with watching(tmp_path, model, run="r") as hook:
         torch.manual_seed(0)
         before = torch.get_rng_state()
         for _ in range(3):
@@ -460,3 +453,193 @@ def test_containers_are_searched_without_their_own_methods(tmp_path: Path) -> No
         assert not hook.health["faults"]
     names = open_run(tmp_path / "default" / "r").tensors("activations")
     assert [name for name in names if name.startswith("contains:")]
+
+
+def switched_off(loss: Tensor) -> None:
+    (loss / float("inf")).backward()
+
+
+def by_an_infinite_tensor(loss: Tensor) -> None:
+    (loss / torch.tensor(float("inf"))).backward()
+
+
+def annealed_to_nothing(loss: Tensor) -> None:
+    (loss * 1e-310).backward()
+
+
+def complex_quotient(loss: Tensor) -> None:
+    (torch.complex(loss, loss) / (2 + 1j)).backward(torch.tensor(1 + 0j))
+
+
+def from_a_nameless_place(loss: Tensor) -> None:
+    exec("loss.backward()", {"__name__": None, "loss": loss})
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [switched_off, by_an_infinite_tensor, annealed_to_nothing, complex_quotient, from_a_nameless_place],
+)
+def test_backward_does_what_it_does(tmp_path: Path, backward: Callable[[Tensor], None]) -> None:
+    def trained(*, watched: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, optimizer = with_sgd(nn.Linear(8, 2))
+        hook = watching(tmp_path, model, optimizer) if watched else None
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model(X).square().mean())
+            optimizer.step()
+        if hook is not None:
+            hook.close()
+            assert open_run(hook.run_url).tensor("weight:gradient").steps() == [0, 1, 2]
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for with_hook, without in zip(trained(watched=True), trained(watched=False), strict=True):
+        assert torch.equal(with_hook, without)
+
+
+class Comparable(torch.optim.SGD):
+    """Can be compared, and so cannot be hashed."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_an_optimizer_that_cannot_be_hashed_is_recorded(tmp_path: Path) -> None:
+    model = nn.Linear(8, 2)
+    optimizer = Comparable(model.parameters(), lr=0.1)
+    other = Comparable([nn.Parameter(torch.zeros(1))], lr=0.1)
+    hook = watching(tmp_path, model, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+        other.step()
+    assert recorded(hook).tensor("weight:gradient").steps() == [0, 1, 2]
+
+
+class ReadsItsClosure(torch.optim.SGD):
+    """Asks the closure for what the program has put on it."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure.__name__ == "closure"
+        assert closure.scale == 2.0
+        return super().step(closure)
+
+
+def test_an_optimizer_gets_its_closure_with_name_and_attributes(tmp_path: Path) -> None:
+    model = nn.Linear(8, 2)
+    optimizer = ReadsItsClosure(model.parameters(), lr=0.1)
+    hook = watching(tmp_path, model, optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(X).square().mean()
+        loss.backward()
+        return loss
+
+    closure.scale = 2.0  # type: ignore[attr-defined]
+    for _ in range(3):
+        optimizer.step(closure)
+    assert recorded(hook).tensor("weight:gradient").steps() == [0, 1, 2]
+
+
+class UnspeakableError(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise IndexError("no text")
+
+
+def test_an_exception_without_a_text_passes_and_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UnspeakableError), Hook(tmp_path) as hook:  # noqa: PT012 - the hook's own end is tested
+        hook.log(loss=1.0)
+        raise UnspeakableError
+    (end,) = open_run(hook.run_url).ends()
+    assert (end.state, end.reason) == ("failed", "UnspeakableError")
+
+
+def test_a_sum_divided_by_the_batch_is_its_mean(tmp_path: Path) -> None:
+    """Four micro-batches of four examples: the division is not one by the number of micro-batches."""
+    model, losses = nn.Linear(8, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = watching(tmp_path, model, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for micro in X[:, :].repeat(2, 1).view(4, 4, 8):
+            loss = model(micro).square().sum() / 4
+            losses.append(loss.item())
+            loss.backward()
+        optimizer.step()
+    means = recorded(hook).tensor("loss").statistics()["mean"].to_pylist()
+    assert max(means) <= max(losses) * 1.0001
+
+
+GIVEN = torch.randn(3, 8)
+
+
+def through_file(model: nn.Module) -> nn.Module:
+    """Saved whole, and loaded."""
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+COPIES: dict[str, Callable[[nn.Module], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "file": through_file,
+    "average": torch.optim.swa_utils.AveragedModel,
+}
+EXPORTS: dict[str, Callable[[nn.Module], Any]] = {
+    "trace": lambda model: torch.jit.trace(model, GIVEN, check_trace=False),
+    "export": lambda model: torch.export.export(model, (GIVEN,)).module(),
+}
+
+
+@pytest.mark.parametrize("name", [*COPIES, *EXPORTS])
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_watched_model_is_copied_as_any_other(tmp_path: Path, name: str) -> None:
+    hook, training = watched_training(tmp_path)
+    training.run(2)
+    training.model.eval()
+    copied = {**COPIES, **EXPORTS}[name](training.model)
+    assert torch.equal(copied(GIVEN), training.model(GIVEN))
+    for _ in range(5):
+        copied(GIVEN)
+    run = recorded(hook)
+    counts = run.tensor("0:output").statistics("eval")["count"].to_pylist()
+    assert counts == [3 * 16]  # the model's own pass, and none of its copy's
+
+
+def test_a_saved_model_loads_where_watchstep_is_not(tmp_path: Path) -> None:
+    hook = Hook(tmp_path / "runs", config=EVERY_STEP)
+    model = small_model()
+    hook.watch(model)
+    torch.save(model, tmp_path / "model.pt")
+    hook.close()
+    program = (
+        "import sys; sys.modules['watchstep'] = None\n"
+        "import torch; print(torch.load(sys.argv[1], weights_only=False)(torch.ones(1, 8)).shape)"
+    )
+    assert run_program(tmp_path, program, tmp_path / "model.pt") == "torch.Size([1, 2])\n"
+
+
+def test_an_average_of_the_model_trains_on_beside_it(tmp_path: Path) -> None:
+    hook, training = watched_training(tmp_path)
+    average = torch.optim.swa_utils.AveragedModel(training.model)
+
+    def follow(_step: int, _loss: torch.Tensor) -> None:
+        average.update_parameters(training.model)
+        average(GIVEN)
+
+    losses = training.run(4, follow)
+    plain = Training()
+    assert losses == plain.run(4)
+    assert (
+        recorded(hook).tensor("0:output").statistics()["count"].to_pylist()
+        == [len(batches(1)[0][0]) * 16] * 4
+    )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.sdk.training import EVERY_STEP, recorded
+from tests.sdk.training import EVERY_STEP, recorded, watching
 from watchstep import CaptureConfig, Hook
 
 NAN = math.nan
@@ -37,8 +37,7 @@ class Agent(nn.Module):
 def watched(folder: Path, config: CaptureConfig = EVERY_STEP) -> tuple[Agent, torch.optim.Optimizer, Hook]:
     agent = Agent()
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
-    hook = Hook(folder, run="r", config=config)
-    hook.watch(agent, optimizer)
+    hook = watching(folder, agent, optimizer, run="r", config=config)
     return agent, optimizer, hook
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sdk.training import EVERY_STEP, Training, batches, small_model
+from tests.sdk.training import EVERY_STEP, Training, batches, small_model, watched_training
 from watchstep import Bounds, Cadence, CaptureConfig, Collection, Hook, Snapshots, open_run
 from watchstep.capture.config import FIGURES_ONLY
 
@@ -19,11 +19,8 @@ STEPS = 25
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def compiled_anew() -> Iterator[None]:
     yield
-    torch.set_num_threads(threads)
     torch.compiler.reset()
 
 
@@ -35,10 +32,6 @@ def recorded(training: Training, store: Path, **options: object) -> list[float]:
     return losses
 
 
-def test_eager(tmp_path: Path) -> None:
-    assert recorded(Training(), tmp_path) == Training().run(STEPS)
-
-
 def everything_saved() -> CaptureConfig:
     """All collections in full at every step."""
     names = set(CaptureConfig().collections) - FIGURES_ONLY | {"optimizer_state"}
@@ -48,18 +41,20 @@ def everything_saved() -> CaptureConfig:
     )
 
 
-def test_eager_with_everything_saved_at_every_step(tmp_path: Path) -> None:
-    assert recorded(Training(), tmp_path, config=everything_saved()) == Training().run(STEPS)
-    assert len({key.step for key in open_run(next(tmp_path.glob("default/*"))).snapshots()}) == STEPS
-
-
-def test_eager_with_everything_saved_and_no_memory(tmp_path: Path) -> None:
-    config = replace(everything_saved(), snapshots=Snapshots(memory_bytes=2000))
+@pytest.mark.parametrize(
+    "config",
+    [
+        EVERY_STEP,
+        CaptureConfig(),
+        everything_saved(),
+        replace(everything_saved(), snapshots=Snapshots(memory_bytes=2000)),
+    ],
+    ids=["every step", "within the budget", "everything saved", "everything saved and no memory"],
+)
+def test_eager(tmp_path: Path, config: CaptureConfig) -> None:
     assert recorded(Training(), tmp_path, config=config) == Training().run(STEPS)
-
-
-def test_eager_within_the_budget(tmp_path: Path) -> None:
-    assert recorded(Training(), tmp_path, config=CaptureConfig()) == Training().run(STEPS)
+    if config == everything_saved():
+        assert len({key.step for key in open_run(next(tmp_path.glob("default/*"))).snapshots()}) == STEPS
 
 
 def test_dropout_draws_the_same_numbers(tmp_path: Path) -> None:
@@ -71,9 +66,9 @@ def test_dropout_draws_the_same_numbers(tmp_path: Path) -> None:
 
 def test_a_store_path_that_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    hook = Hook(tmp_path / "file" / "store", config=CaptureConfig(bounds=Bounds(close_seconds=0.5)))
-    training = Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(
+        tmp_path / "file" / "store", config=CaptureConfig(bounds=Bounds(close_seconds=0.5))
+    )
     assert training.run(STEPS) == Training().run(STEPS)
     hook.close()
     assert "cannot create the folder" in hook.health["faults"]["store"]

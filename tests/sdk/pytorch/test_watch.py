@@ -5,19 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
-from watchstep import Cadence, CaptureConfig, Collection, Hook
+from tests.sdk.training import (
+    EVERY_STEP,
+    Training,
+    batches,
+    recorded,
+    small_model,
+    watched_training,
+    watching,
+    with_sgd,
+)
+from watchstep import Cadence, CaptureConfig, Hook
 from watchstep.errors import ConfigError
 
 
 def test_names_collections_and_steps(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
     training.run(6)
     run = recorded(hook)
     assert run.steps() == list(range(6))
@@ -41,8 +48,7 @@ def test_names_collections_and_steps(tmp_path: Path) -> None:
 
 
 def test_weights_are_those_that_the_step_used(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
     weight = training.model[0].weight.detach()  # type: ignore[index]
     before = [weight.double().pow(2).sum().item()]
     training.run(3, lambda *_: before.append(weight.double().pow(2).sum().item()))
@@ -50,29 +56,9 @@ def test_weights_are_those_that_the_step_used(tmp_path: Path) -> None:
     assert sums == pytest.approx(before[:3], rel=4e-6)
 
 
-def test_loss_is_found_at_backward(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
-    losses = training.run(5)
-    table = recorded(hook).losses()
-    assert table["name"].to_pylist() == ["loss"] * 5
-    assert table["value"].to_pylist() == losses
-
-
-def test_a_logged_loss_wins_over_a_found_one(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
-    training.run(4, lambda step, _: hook.log(loss=100.0 + step))
-    run = recorded(hook)
-    assert run.losses()["value"].to_pylist() == [100.0, 101.0, 102.0, 103.0]
-    assert not run.tensor("loss").info.derived
-
-
 def test_two_backward_calls_are_two_losses(tmp_path: Path) -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(small_model())
+    hook = watching(tmp_path, model, optimizer)
     for x, _ in batches(2):
         out = model(x)
         out.mean().backward(retain_graph=True)
@@ -82,10 +68,8 @@ def test_two_backward_calls_are_two_losses(tmp_path: Path) -> None:
 
 
 def test_accumulation_is_one_step(tmp_path: Path) -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(small_model())
+    hook = watching(tmp_path, model, optimizer)
     for place, (x, y) in enumerate(batches(6)):
         nn.functional.cross_entropy(model(x), y).backward()
         if place % 3 == 2:
@@ -98,146 +82,18 @@ def test_accumulation_is_one_step(tmp_path: Path) -> None:
     assert run.tensor("0.weight:gradient").statistics().num_rows == 2
 
 
-def test_evaluation_is_another_mode_at_the_last_step(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
-
-    def evaluate(step: int, _: Any) -> None:
-        training.model.eval()
-        with torch.no_grad():
-            training.model(batches(1)[0][0])
-        hook.log(val_loss=float(step), mode="eval")
-        training.model.train()
-
-    training.run(3, evaluate)
-    run = recorded(hook)
-    assert run.steps(mode="eval") == [0, 1, 2]
-    assert run.tensor("val_loss").statistics()["mode"].to_pylist() == ["eval"] * 3
-    assert run.tensor("0:output").steps(mode="eval") == [0, 1, 2]
-
-
-def test_cadence_by_collection(tmp_path: Path) -> None:
-    config = CaptureConfig(collections={"gradients": Cadence(every=2, start=1), "losses": Cadence()})
-    hook, training = Hook(tmp_path, config=config), Training()
-    hook.watch(training.model, training.optimizer)
-    training.run(6)
-    run = recorded(hook)
-    assert sorted(run.collections) == ["gradients", "losses"]
-    assert run.tensor("0.weight:gradient").steps() == [1, 3, 5]
-    assert run.tensor("loss").steps() == list(range(6))
-
-
-def test_inherited_step_counts_once(tmp_path: Path) -> None:
-    class Mine(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()  # patches SGD.step as well
-    model = small_model()
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training(model, Mine(model.parameters(), lr=0.1))
-    hook.watch(training.model, training.optimizer)
-    training.run(4)
-    assert recorded(hook).steps() == [0, 1, 2, 3]
-
-
-def test_closure_optimizer_is_measured_after_its_closure(tmp_path: Path) -> None:
-    model = small_model()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
-    x, y = batches(1)[0]
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
-    run = recorded(hook)
-    assert run.tensor("0.weight:gradient").steps() == [0, 1, 2]
-
-
-def test_scaled_loss_is_recorded_as_it_was(tmp_path: Path) -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
-    due = []
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        due.append(loss.item())
-    run = recorded(hook)
-    assert run.losses()["value"].to_pylist() == due
-    assert run.tensor("0.weight:gradient").statistics()["abs_max"].to_pylist()[0] < 10
-
-
-def test_steps_counted_by_hand(tmp_path: Path) -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
-    due = []
-    for place, (x, y) in enumerate(batches(6)):
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()  # two updates are one step here
-        if place % 2:
-            hook.log(mine=float(place))
-            due.append(float(place))
-            hook.step()
-    run = recorded(hook)
-    assert run.tensor("mine").statistics()["mean"].to_pylist() == due
-    assert run.tensor("mine").steps() == run.steps()[-3:]
-
-
-def test_snapshot_on_request_holds_values(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
-    training.run(2)
-    hook.snapshot()
-    weight = training.model[0].weight.detach().clone()  # type: ignore[index]
-    training.run(1)
-    run = recorded(hook)
-    (key,) = run.snapshots()
-    assert key.step == 2
-    np.testing.assert_array_equal(run.tensor("0.weight").value(2), weight.numpy())
-    assert run.tensor("0.weight:gradient").value(2).shape == (16, 8)
-
-
-def test_bfloat16_parameters(tmp_path: Path) -> None:
-    model = small_model().to(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=CaptureConfig(collections={"weights": Collection(tensors=Cadence())}))
-    hook.watch(model, optimizer)
-    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    run = recorded(hook)
-    assert run.tensor("0.weight").info.dtype == "bfloat16"
-    assert run.tensor("0.weight").value(0).shape == (16, 8)
-
-
 def test_shared_parameters_have_one_name(tmp_path: Path) -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
-    model = nn.Sequential(first, second)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(nn.Sequential(first, second))
+    hook = watching(tmp_path, model, optimizer)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     assert recorded(hook).tensors("weights") == ["0.weight"]
 
 
 def test_parameters_that_are_added_are_recorded(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
     training.run(2)
     training.model.add_module("extra", nn.Linear(2, 2))
     training.optimizer.add_param_group({"params": list(training.model.get_submodule("extra").parameters())})
@@ -251,8 +107,7 @@ def test_two_optimizers_record_under_the_steps_of_the_first(tmp_path: Path) -> N
     first_model, second_model = small_model(0), small_model(1)
     first = torch.optim.SGD(first_model.parameters(), lr=0.1)
     second = torch.optim.SGD(second_model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(first_model, first)
+    hook = watching(tmp_path, first_model, first)
     hook.watch(nn.ModuleDict({"critic": second_model}), second)
     for x, _ in batches(3):
         first_model(x).sum().backward()
@@ -264,32 +119,18 @@ def test_two_optimizers_record_under_the_steps_of_the_first(tmp_path: Path) -> N
     assert run.tensor("model_2.critic.0.weight:gradient").steps()[-1] <= 3
 
 
-def test_checkpointed_activations_count_once(tmp_path: Path) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
-    x = torch.ones(4, 8, requires_grad=True)
-    checkpoint(model, x, use_reentrant=False).sum().backward()
-    optimizer.step()
-    assert recorded(hook).tensor("0:output").statistics()["count"].to_pylist() == [4 * 16]
-
-
-def test_data_parallel_is_refused(tmp_path: Path) -> None:
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    with pytest.raises(ConfigError, match="DistributedDataParallel"):
-        hook.watch(nn.DataParallel(small_model()))
-    hook.close()
-
-
-@pytest.mark.parametrize("model", [3, "model", None])
-def test_no_module_is_refused(tmp_path: Path, model: Any) -> None:
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    with pytest.raises(ConfigError, match=r"torch\.nn\.Module"):
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.DataParallel(nn.Linear(2, 2)), "DistributedDataParallel"),
+        (3, r"torch\.nn\.Module"),
+        ("model", r"torch\.nn\.Module"),
+        (None, r"torch\.nn\.Module"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(tmp_path: Path, model: Any, message: str) -> None:
+    with Hook(tmp_path, config=EVERY_STEP) as hook, pytest.raises(ConfigError, match=message):
         hook.watch(model)
-    hook.close()
 
 
 def faulty(training: Training, steps: int, bad_step: int) -> None:
@@ -305,8 +146,7 @@ def test_the_gate_records_a_bad_step_whole_though_nothing_is_due(tmp_path: Path)
     rarely = Cadence(start=10**6)
     names = ("weights", "biases", "gradients", "activations")
     config = CaptureConfig(collections={**dict.fromkeys(names, rarely), "losses": Cadence()})
-    hook, training = Hook(tmp_path, config=config), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path, config=config)
     faulty(training, 40, 25)
     run = recorded(hook)
     gradient = run.tensor("0.weight:gradient").statistics()
@@ -319,18 +159,15 @@ def test_the_gate_records_a_bad_step_whole_though_nothing_is_due(tmp_path: Path)
 
 def test_without_the_gate_nothing_is_checked(tmp_path: Path) -> None:
     config = CaptureConfig(collections={"losses": Cadence()}, gate=False)
-    hook, training = Hook(tmp_path, config=config), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path, config=config)
     faulty(training, 6, 3)
     assert recorded(hook).tensors() == ["loss"]
 
 
 def test_an_infinite_gradient_is_found_without_a_bad_loss(tmp_path: Path) -> None:
     config = CaptureConfig(collections={"gradients": Cadence(start=10**6)})
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    hook = Hook(tmp_path, config=config)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(small_model(), 0.0)
+    hook = watching(tmp_path, model, optimizer, config=config)
     for step, (x, _) in enumerate(batches(5)):
         optimizer.zero_grad()
         model(x).sum().backward()
@@ -357,8 +194,7 @@ def test_the_budget_skips_steps_and_reports_its_account(tmp_path: Path) -> None:
 
 def test_hooks_are_removed_from_the_model_when_closed(tmp_path: Path) -> None:
     model = small_model()
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    hook = watching(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
     hook.close()
     assert not model._forward_pre_hooks
     assert not any(module._forward_hooks for module in model.modules())

@@ -1,11 +1,10 @@
-"""The mirror during a run: other tools have no effect on training or on what is recorded."""
+"""The mirror during a run, and its settings: other tools have no effect on training or on what is recorded."""
 
 from __future__ import annotations
 
 import math
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,12 +13,14 @@ from typing import Any
 import pytest
 
 from tests.sdk.event_files import accumulated
-from tests.sdk.training import EVERY_STEP, Training, recorded
+from tests.sdk.training import EVERY_STEP, recorded, watched_training
+from tests.services.jobs import eventually
 from watchstep import Bounds, Hook, Mirror, StopTraining, open_run
 from watchstep.capture.mirror import active_runs, run_mirror
 from watchstep.capture.mirror.active_runs import is_mirrored_by
 from watchstep.capture.mirror.mirrored_run import AlertChange, MirroredPoint, OtherRun, RunLinks
-from watchstep.capture.mirror.settings import MirrorTarget
+from watchstep.capture.mirror.settings import DEFAULT_SERIES, MirrorTarget, mirror_of
+from watchstep.errors import ConfigError
 
 FAST = replace(EVERY_STEP, bounds=Bounds(flush_seconds=0.01))
 
@@ -89,17 +90,18 @@ def log_steps(hook: Hook, steps: range) -> None:
         hook.step()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def mirrored(tmp_path: Path, steps: range, **options: Any) -> Hook:
+    """A closed hook with some losses, mirrored into the active run."""
+    hook = Hook(tmp_path, **{"config": FAST, "mirror": "mlflow", **options})
+    log_steps(hook, steps)
+    hook.close()
+    return hook
 
 
 def test_a_run_is_mirrored_with_links_both_ways(tmp_path: Path, other: Other) -> None:
     hook = Hook(tmp_path, run="r", config=FAST, mirror="mlflow")
     log_steps(hook, range(20))
-    wait_for(lambda: 10 in other.series("watchstep/train/loss"))
+    eventually(lambda: 10 in other.series("watchstep/train/loss"))
     hook.close()
     assert hook.health["faults"] == {}
     assert other.series("watchstep/train/loss") == {step: float(step) for step in range(20)}
@@ -114,9 +116,7 @@ def test_a_run_is_mirrored_with_links_both_ways(tmp_path: Path, other: Other) ->
 def test_alerts_of_the_guard_and_its_stop_are_mirrored(tmp_path: Path, other: Other) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("rules:\n  - rule: nan_or_inf\n    severity: critical\n    actions: [stop]\n")
-    training = Training()
-    hook = Hook(tmp_path / "store", config=FAST, guard=rules, mirror="mlflow")
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path / "store", config=FAST, guard=rules, mirror="mlflow")
 
     def damage(step: int, _: Any) -> None:
         if step == 5:
@@ -151,9 +151,7 @@ def test_an_alert_that_resolves_is_mirrored(tmp_path: Path, other: Other) -> Non
 def test_losses_are_those_of_an_unmirrored_training(tmp_path: Path, other: Other) -> None:
     losses = []
     for mirror in (None, "mlflow"):
-        training = Training()
-        hook = Hook(tmp_path / str(mirror), run="r", config=EVERY_STEP, mirror=mirror)
-        hook.watch(training.model, training.optimizer)
+        hook, training = watched_training(tmp_path / str(mirror), run="r", mirror=mirror)
         losses.append(training.run(20))
         recorded(hook)
     assert losses[0] == losses[1]
@@ -161,9 +159,7 @@ def test_losses_are_those_of_an_unmirrored_training(tmp_path: Path, other: Other
 
 
 def test_without_an_active_run_nothing_is_made(tmp_path: Path) -> None:
-    hook = Hook(tmp_path / "store", run="r", config=FAST, mirror=["wandb", "mlflow", "trackio"])
-    log_steps(hook, range(5))
-    hook.close()
+    hook = mirrored(tmp_path / "store", range(5), mirror=["wandb", "mlflow", "trackio"])
     assert hook.health["faults"] == {}
     assert hook.health["notes"] == {
         f"mirror {tool}": f"the program had no active run of {tool}: nothing was mirrored"
@@ -190,7 +186,7 @@ def test_a_tool_that_fails_is_reported_once_and_the_others_go_on(tmp_path: Path,
     other.error = ConnectionError("server is away")
     hook = Hook(tmp_path / "store", config=FAST, mirror=["mlflow", f"tensorboard:{tmp_path / 'live'}"])
     log_steps(hook, range(10))
-    wait_for(lambda: bool(hook.health["faults"]))
+    eventually(lambda: bool(hook.health["faults"]))
     log_steps(hook, range(10, 20))
     hook.close()
     assert hook.health["faults"] == {"mirror mlflow": "ConnectionError: server is away"}
@@ -204,7 +200,7 @@ def test_a_tool_that_fails_is_reported_once_and_the_others_go_on(tmp_path: Path,
 def test_a_run_that_the_program_finishes_first_is_no_fault(tmp_path: Path, other: Other) -> None:
     hook = Hook(tmp_path, config=FAST, mirror="mlflow")
     log_steps(hook, range(10))
-    wait_for(lambda: bool(other.points))
+    eventually(lambda: bool(other.points))
     other.is_over, other.error = True, RuntimeError("finished")
     log_steps(hook, range(10, 20))
     hook.close()
@@ -220,7 +216,7 @@ def test_a_tool_that_does_not_answer_delays_nothing(
     other.answering.clear()
     hook = Hook(tmp_path, config=FAST, mirror="mlflow")
     log_steps(hook, range(20))
-    wait_for(lambda: hook.health["counts"].get("rows") == 20)
+    eventually(lambda: hook.health["counts"].get("rows") == 20)
     hook.close()
     assert "TimeoutError" in hook.health["faults"]["mirror"]
     assert [end.state for end in open_run(hook.run_url).ends()] == ["completed"]
@@ -232,9 +228,9 @@ def test_what_waits_is_bounded(tmp_path: Path, other: Other, monkeypatch: pytest
     other.answering.clear()
     hook = Hook(tmp_path, config=FAST, mirror="mlflow")
     log_steps(hook, range(20))
-    wait_for(lambda: hook.health["counts"].get("rows") == 20)
+    eventually(lambda: hook.health["counts"].get("rows") == 20)
     log_steps(hook, range(20, 100))
-    wait_for(lambda: hook.health["counts"].get("dropped_mirror_rows", 0) > 0)
+    eventually(lambda: hook.health["counts"].get("dropped_mirror_rows", 0) > 0)
     other.answering.set()
     hook.close()
     dropped = hook.health["counts"]["dropped_mirror_rows"]
@@ -288,3 +284,77 @@ def test_event_files_have_texts_and_a_folder_of_their_own(tmp_path: Path) -> Non
     (text,) = link.tensor_proto.string_val
     assert f"**url**: {hook.run_url}" in text.decode()
     assert mirrored.PluginTagToContent("text").keys() >= {"watchstep/run/text_summary"}
+
+
+def tools(given: Any) -> list[tuple[str, str]]:
+    mirror = mirror_of(given)
+    assert mirror is not None
+    return [(target.tool, target.folder) for target in mirror.targets]
+
+
+def test_tools_are_named_by_text_and_lists() -> None:
+    assert tools("wandb") == [("wandb", "")]
+    assert tools("wandb, tensorboard:a,b/c,mlflow") == [
+        ("wandb", ""),
+        ("tensorboard", "a,b/c"),
+        ("mlflow", ""),
+    ]
+    assert tools(["trackio", "tensorboard:runs/a"]) == [("trackio", ""), ("tensorboard", "runs/a")]
+    mirror = mirror_of("wandb:rows")
+    assert mirror is not None
+    assert mirror.targets == (MirrorTarget("wandb", has_own_rows=True),)
+    assert mirror.series == DEFAULT_SERIES
+
+
+def test_a_summary_writer_names_its_folder(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        assert tools(writer) == [("tensorboard", str(tmp_path))]
+        assert tools(["mlflow", writer]) == [("mlflow", ""), ("tensorboard", str(tmp_path))]
+
+
+def test_the_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mirror_of(None) is None
+    monkeypatch.setenv("WATCHSTEP_MIRROR", "mlflow,trackio")
+    monkeypatch.setenv("WATCHSTEP_MIRROR_SERIES", "metrics, weights/rms")
+    mirror = mirror_of(None)
+    assert mirror is not None
+    assert [target.tool for target in mirror.targets] == ["mlflow", "trackio"]
+    assert mirror.series == ("metrics", "weights/rms")
+    assert tools("wandb") == [("wandb", "")]
+    given = Mirror("wandb", series=["losses"])
+    assert mirror_of(given) is given
+    assert mirror_of([]) is None
+
+
+@pytest.mark.parametrize(
+    "mirror",
+    [
+        "wandbb",
+        "",
+        "tensorboard",
+        "tensorboard:",
+        "tensorboard:s3://b/c",
+        "mlflow:x",
+        5,
+        ["wandb", "wandb"],
+        [3],
+    ],
+)
+def test_what_names_no_tool_is_refused(tmp_path: Path, mirror: Any) -> None:
+    with pytest.raises(ConfigError, match="mirror"):
+        Hook(tmp_path / "store", mirror=mirror)
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_invalid_variable_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHSTEP_MIRROR", "tensorboard")
+    with pytest.raises(ConfigError, match="SummaryWriter"):
+        Hook(tmp_path / "store")
+
+
+@pytest.mark.parametrize("series", ["losses", ["loss"], ["gradients/l3"], ["/l2"], [5], 5])
+def test_what_names_no_series_is_refused(series: Any) -> None:
+    with pytest.raises(ConfigError, match="series"):
+        Mirror("wandb", series=series)

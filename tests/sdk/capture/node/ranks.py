@@ -108,6 +108,12 @@ def do_all(ranks: list[Rank], words: str) -> list[str]:
     return [rank.answer() for rank in ranks]
 
 
+def record(ranks: list[Rank], steps: int, *, total: int | None = None) -> None:
+    """Let all ranks record so many steps, and wait until the store has all of their steps."""
+    do_all(ranks, f"record {steps}")
+    do_all(ranks, f"wait {steps if total is None else total}")
+
+
 @contextmanager
 def node(
     count: int, environment: Mapping[str, str], *, local: int | None = None, **bounds: float
@@ -175,6 +181,14 @@ class Written:
     def writers(self) -> list[str]:
         return sorted({key.writer.writer for key in self.keys})
 
+    def assert_rows_of(self, steps: Mapping[int, int], *, writers: int | None = None) -> None:
+        """All rows of the ranks that closed, once; those of others at most once; no number twice, none missing."""
+        assert set(self.rows.values()) <= {1}
+        for rank, count in steps.items():
+            assert sorted(row[1] for row in self.rows if row[0] == rank) == list(range(count))
+        assert writers in (None, len(self.writers))
+        self.assert_contiguous()
+
     def assert_contiguous(self) -> None:
         """The numbers of each writer have no gap and no duplicate."""
         by_writer: dict[str, list[int]] = {}
@@ -182,13 +196,14 @@ class Written:
             by_writer.setdefault(key.writer.writer, []).append(key.seq)
         assert by_writer == {writer: list(range(len(seqs))) for writer, seqs in by_writer.items()}
 
-    def assert_whole(self, steps: Mapping[int, int]) -> None:
-        """Each row of so many steps of each rank is there once, and no other."""
+    def assert_whole(self, steps: Mapping[int, int], *, writers: int | None = None) -> None:
+        """Each row of so many steps of each rank is there once, and no other, by so many writers."""
         wanted = {
             (rank, step, 1000.0 * step + rank) for rank, count in steps.items() for step in range(count)
         }
         assert set(self.rows) == wanted
         assert set(self.rows.values()) <= {1}
+        assert writers in (None, len(self.writers))
         self.assert_contiguous()
 
 

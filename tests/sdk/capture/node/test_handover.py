@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.sdk.capture.node.conftest import Server
-from tests.sdk.capture.node.ranks import Rank, Written, do_all, leader_of, meeting_files, node
+from tests.sdk.capture.node.ranks import Rank, Written, do_all, leader_of, meeting_files, node, record
+from tests.sdk.capture.saved_rows import assert_one_for_each_object, marks_of
+from tests.sdk.store.faulty_s3 import Fault
 from watchstep import open_run
 from watchstep.capture.upload.uploader import spill_folders, sync
 from watchstep.format.control import ControlDocument, StopRequest
@@ -27,8 +29,7 @@ def test_one_object_contains_the_rows_of_all_ranks(
     tmp_path: Path, folder: dict[str, str], meeting_place: Path
 ) -> None:
     with node(4, folder) as ranks:
-        do_all(ranks, "record 10")
-        do_all(ranks, "wait 10")
+        record(ranks, 10)
         leader_of(ranks)
         do_all(ranks, "record 10")
         do_all(ranks, "close")
@@ -52,8 +53,7 @@ def test_one_object_contains_the_rows_of_all_ranks(
 
 def test_the_last_to_leave_removes_the_meeting_place(folder: dict[str, str], meeting_place: Path) -> None:
     with node(2, folder) as ranks:
-        do_all(ranks, "record 3")
-        do_all(ranks, "wait 3")
+        record(ranks, 3)
         for rank in ranks:
             rank.do("close")
     assert meeting_files(meeting_place) == []
@@ -66,16 +66,13 @@ def test_a_leader_that_leaves_is_followed_and_the_sequence_continues(
         left = dict(enumerate(ranks))
         steps = dict.fromkeys(left, 0)
         while left:
-            do_all(list(left.values()), "record 5")
             for place in left:
                 steps[place] += 5
             (count,) = {steps[place] for place in left}
-            do_all(list(left.values()), f"wait {count}")
+            record(list(left.values()), 5, total=count)
             gone = list(left)[leader_of(list(left.values()))]
             left.pop(gone).do("close")
-    found = written(tmp_path)
-    found.assert_whole(steps)
-    assert len(found.writers) == 1
+    written(tmp_path).assert_whole(steps, writers=1)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -99,26 +96,17 @@ def test_leaders_are_killed_anywhere_and_the_others_lose_nothing(
                 rank.answer()
                 steps[place] += 200
         do_all(list(left.values()), "close")
-    _assert_rows_of_the_living(written(tmp_path), steps, set(left))
-
-
-def _assert_rows_of_the_living(found: Written, steps: dict[int, int], living: set[int]) -> None:
-    """All rows of those that closed, once; those of the others at most once; no number twice, none missing."""
-    assert set(found.rows.values()) <= {1}
-    for rank in living:
-        assert sorted(row[1] for row in found.rows if row[0] == rank) == list(range(steps[rank]))
-    found.assert_contiguous()
+    written(tmp_path).assert_rows_of({place: steps[place] for place in left})
 
 
 @pytest.mark.parametrize("fault", ["late", "late_answer"])
-def test_a_leader_is_killed_between_an_object_and_its_acknowledgement(server: Server, fault: str) -> None:
+def test_a_leader_is_killed_between_an_object_and_its_acknowledgement(server: Server, fault: Fault) -> None:
     """Also where its request reaches the store only after the others have gone on."""
     with node(3, server.environment) as ranks:
-        do_all(ranks, "record 5")
-        do_all(ranks, "wait 5")
+        record(ranks, 5)
         leader = leader_of(ranks)
         server.faulty.only = "/stats/"
-        server.faulty.fault = "late" if fault == "late" else "late_answer"
+        server.faulty.fault = fault
         do_all(ranks, "record 5")
         assert server.faulty.met.wait(60)
         server.faulty.fault = "none"  # for all but the leader's request, which is still pending
@@ -129,36 +117,28 @@ def test_a_leader_is_killed_between_an_object_and_its_acknowledgement(server: Se
         do_all(left, "record 5")
         server.faulty.released.set()
         do_all(left, "close")
-    found = server.written()
-    living = set(range(3)) - {leader}
-    _assert_rows_of_the_living(found, dict.fromkeys(living, 15), living)
-    assert len(found.writers) == 1
+    server.written().assert_rows_of(dict.fromkeys(set(range(3)) - {leader}, 15), writers=1)
 
 
 def test_a_killed_follower_does_not_affect_other_ranks(tmp_path: Path, folder: dict[str, str]) -> None:
     with node(3, folder) as ranks:
-        do_all(ranks, "record 5")
-        do_all(ranks, "wait 5")
+        record(ranks, 5)
         leader = leader_of(ranks)
         ranks[(leader + 1) % 3].process.kill()
         living = {leader, (leader + 2) % 3}
         left = [ranks[place] for place in sorted(living)]
-        do_all(left, "record 5")
-        do_all(left, "wait 10")
+        record(left, 5, total=10)
         ranks[leader].process.kill()  # and the sequence goes on all the same
         last = ranks[(leader + 2) % 3]
         last.do("record 5")
         last.do("close")
-    found = written(tmp_path)
-    _assert_rows_of_the_living(found, {(leader + 2) % 3: 15}, {(leader + 2) % 3})
-    assert len(found.writers) == 1
+    written(tmp_path).assert_rows_of({(leader + 2) % 3: 15}, writers=1)
 
 
 def test_a_store_that_lets_names_be_taken_twice_has_each_rank_write_for_itself(server: Server) -> None:
     server.faulty.exclusive = False
     with node(2, server.environment) as ranks:
-        do_all(ranks, "record 5")
-        do_all(ranks, "wait 5")
+        record(ranks, 5)
         healths = do_all(ranks, "close")
     found = server.written()
     found.assert_whole({0: 5, 1: 5})
@@ -171,25 +151,19 @@ def test_where_the_first_meeting_place_is_open_to_others_ranks_meet_elsewhere_an
 ) -> None:
     (meeting_place / f"watchstep-{os.getuid()}").mkdir(mode=0o755)
     with node(2, folder) as ranks:
-        do_all(ranks, "record 5")
-        do_all(ranks, "wait 5")
+        record(ranks, 5)
         assert all("accessible to other users" in health for health in do_all(ranks, "close"))
-    found = written(tmp_path)
-    found.assert_whole({0: 5, 1: 5})
-    assert len(found.writers) == 1
+    written(tmp_path).assert_whole({0: 5, 1: 5}, writers=1)
 
 
 def test_a_deep_temporary_folder(tmp_path: Path, folder: dict[str, str], meeting_place: Path) -> None:
     deep = meeting_place / ("d" * 120)
     deep.mkdir()
     with node(2, {**folder, "TMPDIR": str(deep)}) as ranks:
-        do_all(ranks, "record 5")
-        do_all(ranks, "wait 5")
+        record(ranks, 5)
         leader_of(ranks)
         do_all(ranks, "close")
-    found = written(tmp_path)
-    found.assert_whole({0: 5, 1: 5})
-    assert len(found.writers) == 1
+    written(tmp_path).assert_whole({0: 5, 1: 5}, writers=1)
 
 
 def test_while_the_store_refuses_ranks_part_and_what_they_leave_is_uploaded_once(
@@ -199,8 +173,7 @@ def test_while_the_store_refuses_ranks_part_and_what_they_leave_is_uploaded_once
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     with node(3, server.environment, backlog_seconds=3.0, close_seconds=1.0) as ranks:
-        do_all(ranks, "record 5")
-        do_all(ranks, "wait 5")
+        record(ranks, 5)
         leader_of(ranks)
         server.faulty.only, server.faulty.fault = "/stats/", "late"
         do_all(ranks, "record 5")
@@ -219,8 +192,7 @@ def test_while_the_store_refuses_ranks_part_and_what_they_leave_is_uploaded_once
 
 def test_ranks_that_parted_continue_by_themselves(server: Server) -> None:
     with node(3, server.environment, backlog_seconds=0.3) as ranks:
-        do_all(ranks, "record 5")
-        do_all(ranks, "wait 5")
+        record(ranks, 5)
         server.faulty.only, server.faulty.fault = "/stats/", "denied"
         do_all(ranks, "record 5")
         for rank in ranks:
@@ -229,8 +201,7 @@ def test_ranks_that_parted_continue_by_themselves(server: Server) -> None:
         do_all(ranks, "wait 10")
         do_all(ranks, "record 5")
         do_all(ranks, "close")
-    found = server.written()
-    found.assert_whole(dict.fromkeys(range(3), 15))
+    server.written().assert_whole(dict.fromkeys(range(3), 15))
 
 
 def _until_apart(rank: Rank) -> None:
@@ -242,8 +213,7 @@ def test_a_stranger_on_the_line_is_ignored(
     tmp_path: Path, folder: dict[str, str], meeting_place: Path
 ) -> None:
     with node(2, folder) as ranks:
-        do_all(ranks, "record 5")
-        do_all(ranks, "wait 5")
+        record(ranks, 5)
         (address,) = meeting_place.glob("watchstep-*/*/socket")
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(str(address))
@@ -278,8 +248,7 @@ def test_a_bad_step_of_a_follower_is_written_at_once_and_a_stop_reaches_all(
 
 def test_a_forked_child_has_neither_lock_nor_connection(tmp_path: Path, folder: dict[str, str]) -> None:
     with node(2, folder) as ranks:
-        do_all(ranks, "record 5")
-        do_all(ranks, "wait 5")
+        record(ranks, 5)
         leader = leader_of(ranks)
         do_all(ranks, "fork")
         ranks[leader].process.kill()
@@ -288,9 +257,7 @@ def test_a_forked_child_has_neither_lock_nor_connection(tmp_path: Path, folder: 
         other.do("wait 10")
         assert other.do("role") == "Leader"
         other.do("close")
-    found = written(tmp_path)
-    _assert_rows_of_the_living(found, {1 - leader: 10}, {1 - leader})
-    assert len(found.writers) == 1
+    written(tmp_path).assert_rows_of({1 - leader: 10}, writers=1)
 
 
 def test_sigterm_has_followers_and_leader_write_what_is_left(tmp_path: Path, folder: dict[str, str]) -> None:
@@ -320,12 +287,28 @@ def test_a_restart_in_the_same_attempt_has_a_writer_of_its_own(
 
 def test_more_than_the_leader_takes_at_once(tmp_path: Path, folder: dict[str, str]) -> None:
     with node(3, folder, backlog_bytes=40_000, flush_seconds=0.3, backlog_seconds=1000.0) as ranks:
-        do_all(ranks, "record 5")
-        do_all(ranks, "wait 5")
+        record(ranks, 5)
         leader_of(ranks)
         for _ in range(5):
             do_all(ranks, "record 100")
         do_all(ranks, "close")
-    found = written(tmp_path)
-    assert set(found.rows.values()) == {1}
-    found.assert_whole(dict.fromkeys(range(3), 505))
+    written(tmp_path).assert_whole(dict.fromkeys(range(3), 505))
+
+
+@pytest.mark.parametrize("leader_leaves", [False, True])
+def test_each_rank_has_the_rows_about_its_objects(
+    tmp_path: Path, folder: dict[str, str], *, leader_leaves: bool
+) -> None:
+    with node(3, {**folder, "TEST_SAVES": "1"}) as ranks:
+        record(ranks, 10)
+        left = dict(enumerate(ranks))
+        if leader_leaves:
+            left.pop(leader_of(ranks)).do("close")
+        do_all(list(left.values()), "record 10")
+        do_all(list(left.values()), "close")
+    run = open_run(tmp_path / "store" / "default" / "r")
+    assert_one_for_each_object(run, tmp_path / "store")
+    steps = {rank: 20 if rank in left else 10 for rank in range(3)}
+    for rank, count in steps.items():
+        assert sorted(mark.step for mark in marks_of(run) if mark.worker == rank) == list(range(count))
+    assert run.damaged == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.sdk.store.dripping_server import dripping
+from tests.services.jobs import eventually
 from watchstep import Bounds, CaptureConfig, Hook, StopTraining, open_run
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.service.client import MOST_SEGMENTS, ServiceClient, ServicePause, store_in
@@ -26,6 +26,7 @@ from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.platform.transport import ServiceAddress, ServiceRefusedError, UnreachableError
 
+QUICK = CaptureConfig(bounds=Bounds(flush_seconds=0.001))
 KEY = SegmentKey(WriterId("a1", "node", "w0"), 0, 0, 3)
 
 
@@ -50,14 +51,22 @@ class Listening:
     requests: list[tuple[str, Any]] = field(default_factory=list)
 
     @property
+    def announcements(self) -> list[Any]:
+        """The bodies of all announcements."""
+        return [body for path, body in self.requests if path.endswith("/announcements")]
+
+    @property
     def announced(self) -> dict[int, bool]:
         """Steps that were announced, and whether as urgent."""
         return {
-            segment["last"]: body["urgent"]
-            for path, body in self.requests
-            if path.endswith("/announcements")
-            for segment in body["segments"]
+            segment["last"]: body["urgent"] for body in self.announcements for segment in body["segments"]
         }
+
+
+def contact(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Let hooks announce to a service."""
+    monkeypatch.setenv("WATCHSTEP_SERVICE", url)
+    monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
 
 
 @pytest.fixture
@@ -119,19 +128,14 @@ def test_a_service_that_lags_requests_a_pause(service: Listening, answer: object
 def test_what_has_just_become_nan_is_announced_as_urgent(
     service: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WATCHSTEP_SERVICE", service.address.url)
-    monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
-    deadline = time.monotonic() + 60
-    with Hook(tmp_path, run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=0.001))) as hook:
+    contact(monkeypatch, service.address.url)
+    with Hook(tmp_path, run="r", config=QUICK) as hook:
         for step, loss in enumerate((1.0, float("nan"))):
             hook.log(loss=loss)
             hook.step()
             hook.log(loss=loss)  # the step before is handed over
-            while step not in service.announced:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-    assert service.announced[0] is False
-    assert service.announced[1] is True
+            eventually(lambda step=step: step in service.announced, 60)  # type: ignore[misc]
+    assert (service.announced[0], service.announced[1]) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +205,10 @@ def test_the_pause_after_a_refusal() -> None:
 def test_a_service_that_refuses_is_ignored_while_a_loss_is_nan(
     service: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    monkeypatch.setenv("WATCHSTEP_SERVICE", service.address.url)
-    monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
+    contact(monkeypatch, service.address.url)
     service.refuses = (status, "")
     began = time.monotonic()
-    with Hook(tmp_path, run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=0.001))) as hook:
+    with Hook(tmp_path, run="r", config=QUICK) as hook:
         record_until(hook, lambda: len(list(tmp_path.rglob("*-*.arrow"))) >= 20)
         # Pauses of 1, 2, 4 … s lay between: so many requests fit into the time, however it went.
         fit = 2 + math.log2(1 + time.monotonic() - began)  # one more asked for the id of the store
@@ -213,24 +216,25 @@ def test_a_service_that_refuses_is_ignored_while_a_loss_is_nan(
         service.refuses, before = None, len(service.requests)
         record_until(hook, lambda: len(service.requests) > before + 1)
         assert service.announced, "it is registered, and goes on"
+    assert hook.health["faults"]["service"]
+    threads = [thread for thread in threading.enumerate() if thread.name == "watchstep-announcer"]
+    assert not any(thread.is_alive() for thread in threads), "the last request has ended"
 
 
 def test_no_segment_waits_for_a_slow_answer_and_all_are_announced_in_one_request(
     service: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("watchstep.capture.service.client._TIMEOUT_SECONDS", 600.0)
-    monkeypatch.setenv("WATCHSTEP_SERVICE", service.address.url)
-    monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
+    contact(monkeypatch, service.address.url)
     service.answering.clear()
-    with Hook(tmp_path, run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=0.001))) as hook:
+    with Hook(tmp_path, run="r", config=QUICK) as hook:
         record_until(hook, lambda: len(segments_in(tmp_path)) >= 20)
         assert len(service.requests) == 2, "for the id of the store, and the registration"
         service.answering.set()
     written = {key.last for key in segments_in(tmp_path)}
     assert set(service.announced) == written
-    announcements = [body for path, body in service.requests if path.endswith("/announcements")]
-    assert len(announcements[1]["segments"]) > 10, "the first names what was written before the registration"
-    assert len(announcements) < len(written)
+    assert len(service.announcements[1]["segments"]) > 10, "the first names what preceded the registration"
+    assert len(service.announcements) < len(written)
     assert "skipped_announcements" not in hook.health["counts"]
 
 
@@ -255,16 +259,12 @@ def test_segments_of_an_interval_share_a_request_unless_they_are_urgent(
     first, second, third = keys_of(3)
     announcing.announce(first)
     if urgent:
-        deadline = time.monotonic() + 60
-        while first.last not in service.announced:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: first.last in service.announced, 60)
     announcing.announce(second)
     announcing.announce(third)
     announcing.close(lambda: False)
-    requests = [body["segments"] for path, body in service.requests if path.endswith("/announcements")]
     assert sorted(service.announced) == [3, 7, 11]
-    assert len(requests[0]) == (1 if urgent else 3)
+    assert len(service.announcements[0]["segments"]) == (1 if urgent else 3)
 
 
 def test_it_is_stated_once_that_nothing_of_a_run_is_evaluated_and_once_that_it_is(
@@ -296,10 +296,7 @@ def test_segments_of_two_attempts_have_separate_requests(service: Listening) -> 
     service.answering.set()
     announcing.close(lambda: False)
     announced = {
-        (body["attempt"], segment["seq"])
-        for path, body in service.requests
-        if path.endswith("/announcements")
-        for segment in body["segments"]
+        (body["attempt"], segment["seq"]) for body in service.announcements for segment in body["segments"]
     }
     assert announced == {("a1", 0), ("a1", 1), ("a2", 0), ("a2", 1)}
 
@@ -311,17 +308,15 @@ def test_the_oldest_of_too_many_segments_are_skipped(service: Listening) -> None
         announcing.announce(key)
     service.answering.set()
     announcing.close(lambda: False)
-    bodies = [body for path, body in service.requests if path.endswith("/announcements")]
     assert max(service.announced) == keys_of(MOST_SEGMENTS + 300)[-1].last
-    assert max(len(body["segments"]) for body in bodies) <= MOST_SEGMENTS
+    assert max(len(body["segments"]) for body in service.announcements) <= MOST_SEGMENTS
 
 
 def test_a_service_that_never_answers_does_not_keep_a_hook_from_closing(
     service: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("watchstep.capture.service.client._TIMEOUT_SECONDS", 600.0)
-    monkeypatch.setenv("WATCHSTEP_SERVICE", service.address.url)
-    monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
+    contact(monkeypatch, service.address.url)
     service.answering.clear()
     bounds = Bounds(flush_seconds=0.001, close_seconds=0.5)
     with Hook(tmp_path, run="r", config=CaptureConfig(bounds=bounds)) as hook:
@@ -340,67 +335,6 @@ def segments_in(root: Path) -> list[SegmentKey]:
     ]
 
 
-class CountingServer:
-    """A service that does not work, and how often it was contacted.
-
-    Args:
-        answer: what it sends before it closes a connection; None if it keeps it open without an answer.
-    """
-
-    def __init__(self, answer: bytes | None) -> None:
-        self.connections = 0
-        self._answer = answer
-        self._open: list[socket.socket] = []
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._accept)
-        self._thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            connection, _ = self._listening.accept()
-            self._open.append(connection)
-            if self.connections < 0:
-                return
-            self.connections += 1
-            if self._answer is not None:
-                connection.sendall(self._answer)
-                connection.close()
-
-    def close(self) -> None:
-        self.connections = -1
-        socket.create_connection(self._listening.getsockname()).close()
-        self._thread.join()
-        for connection in (self._listening, *self._open):
-            connection.close()
-
-
-UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-
-
-@pytest.mark.parametrize("answer", [b"", UNAVAILABLE, None], ids=["closes", "503", "hangs"])
-def test_a_service_that_does_not_work_is_contacted_ever_less_often(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes | None
-) -> None:
-    monkeypatch.setattr("watchstep.capture.service.client._TIMEOUT_SECONDS", 0.2)
-    server = CountingServer(answer)
-    monkeypatch.setenv("WATCHSTEP_SERVICE", server.url)
-    monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
-    try:
-        began = time.monotonic()
-        with Hook(tmp_path, run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=0.001))) as hook:
-            record_until(hook, lambda: server.connections >= 2 and len(segments_in(tmp_path)) >= 30)
-            # After each failure follows a pause of 1, 2, 4 … s, and a broken connection is retried once without one.
-            # One more asks for the id of the store.
-            allowed = 2 + math.log2(1 + time.monotonic() - began)
-            assert server.connections <= 2 * allowed
-        assert hook.health["faults"]["service"]
-        threads = [thread for thread in threading.enumerate() if thread.name == "watchstep-announcer"]
-        assert not any(thread.is_alive() for thread in threads), "the last request has ended"
-    finally:
-        server.close()
-
-
 def test_a_service_that_hangs_delays_the_end_by_a_second_and_not_by_its_timeout(
     service: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,10 +343,7 @@ def test_a_service_that_hangs_delays_the_end_by_a_second_and_not_by_its_timeout(
     announcing = announcer(service)
     (key,) = keys_of(1)
     announcing.announce(key)
-    deadline = time.monotonic() + 60
-    while not announcing.is_paused:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: announcing.is_paused, 60)
     monkeypatch.setattr("watchstep.capture.service.client._TIMEOUT_SECONDS", 600.0)
     announcing.hurry()
     announcing.close(lambda: False)  # would wait for ten minutes
@@ -455,8 +386,7 @@ def test_a_service_whose_answer_never_ends_holds_up_neither_rows_nor_a_stop(
     monkeypatch.setattr("watchstep.capture.service.client._TIMEOUT_SECONDS", 0.5)
     monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
     with dripping(part) as url:
-        monkeypatch.setenv("WATCHSTEP_SERVICE", url)
-        monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
+        contact(monkeypatch, url)
         config = CaptureConfig(bounds=Bounds(flush_seconds=0.001, control_seconds=0.001))
         with Hook(tmp_path, run="r", on_stop="raise", config=config) as hook:
             record_until(hook, lambda: len(list(tmp_path.rglob("*-*.arrow"))) >= 20)

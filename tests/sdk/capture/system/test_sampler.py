@@ -1,9 +1,8 @@
-"""Recordings with real system figures, sampled far more often than by default."""
+"""Recordings with real system figures, sampled far more often than by default, and times of steps by a clock of the test."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,9 +11,10 @@ import pytest
 import torch
 
 from benchmarks.detection.fixed_clock import FixedClock
-from tests.sdk.training import Training, recorded
+from tests.sdk.programs import run_program
+from tests.sdk.training import Training, recorded, watched_training
 from watchstep import Bounds, CaptureConfig, Hook, Run, SystemSampling, open_run
-from watchstep.capture.system.sampler import Samples, Waiting
+from watchstep.capture.system.sampler import Samples, StepTimes, Waiting
 from watchstep.errors import ConfigError, StoreError
 from watchstep.format.system_figures import (
     CPU,
@@ -104,38 +104,37 @@ def test_what_is_sampled_while_a_step_lasts_is_one_row() -> None:
 
 
 def test_a_short_recording_has_none(tmp_path: Path) -> None:
-    hook = Hook(tmp_path, config=CaptureConfig(overhead_budget=None, system=SystemSampling(row_seconds=3600)))
-    training = Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(
+        tmp_path, config=CaptureConfig(overhead_budget=None, system=SystemSampling(row_seconds=3600))
+    )
     training.run(3)
     assert recorded(hook).tensors("system") == []
 
 
+def samplers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "watchstep-system"]
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("config", "number"),
     [
-        CaptureConfig(system=None),
-        CaptureConfig(clock=FixedClock(0.01), system=SystemSampling(0.01, 0.01)),
+        (CaptureConfig(system=None), 0),
+        (CaptureConfig(clock=FixedClock(0.01), system=SystemSampling(0.01, 0.01)), 0),
+        (OFTEN, 1),
     ],
-    ids=["switched off", "reproducible by its clock"],
+    ids=["switched off", "reproducible by its clock", "on"],
 )
-def test_where_it_is_off_nothing_samples(config: CaptureConfig, tmp_path: Path) -> None:
+def test_a_thread_samples_while_a_hook_is_open_unless_it_is_off(
+    config: CaptureConfig, number: int, tmp_path: Path
+) -> None:
     hook = Hook(tmp_path, config=config)
-    assert "watchstep-system" not in {thread.name for thread in threading.enumerate()}
+    assert len(samplers()) == number
     hook.close()
-
-
-def test_its_thread_ends_with_the_recording(tmp_path: Path) -> None:
-    hook = Hook(tmp_path, config=OFTEN)
-    assert "watchstep-system" in {thread.name for thread in threading.enumerate()}
-    hook.close()
-    assert "watchstep-system" not in {thread.name for thread in threading.enumerate()}
+    assert samplers() == []
 
 
 def test_losses_are_the_same_to_the_bit(tmp_path: Path) -> None:
-    hook = Hook(tmp_path, config=OFTEN)
-    training = Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path, config=OFTEN)
     losses = training.run(30)
     hook.close()
     assert losses == Training().run(30)
@@ -181,16 +180,14 @@ def test_a_forked_child_samples_nothing_and_ends(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         hook.close()
-        os._exit(len([thread for thread in threading.enumerate() if thread.name == "watchstep-system"]))
+        os._exit(len(samplers()))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     recorded(hook)
 
 
 WORKERS = """
-import sys
-sys.path[:0] = {path!r}
-import contextlib, torch, watchstep
+import contextlib, sys, torch, watchstep
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_num_threads(1)
@@ -198,7 +195,7 @@ loader = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=8, num_workers
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 settings = watchstep.SystemSampling(seconds=0.01, row_seconds=0.02, share=1.0)
-with watchstep.Hook({store!r}, run="r", config=watchstep.CaptureConfig(overhead_budget=None, system=settings)) as hook:
+with watchstep.Hook(sys.argv[1], run="r", config=watchstep.CaptureConfig(overhead_budget=None, system=settings)) as hook:
     hook.watch(model, optimizer)
     seen = False
     while not seen:
@@ -215,10 +212,65 @@ with watchstep.Hook({store!r}, run="r", config=watchstep.CaptureConfig(overhead_
 def test_workers_that_load_data_are_counted_and_sample_nothing_themselves(tmp_path: Path) -> None:
     if not hasattr(torch.multiprocessing, "_set_thread_name"):
         pytest.skip("before PyTorch 2.6 workers have no name")
-    program = WORKERS.format(path=sys.path, store=str(tmp_path))
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
+    run_program(tmp_path, WORKERS, tmp_path, timeout=120, PYTHONWARNINGS="error")
     run = open_run(str(tmp_path / "default" / "r"))
     assert run.workers == [0]
     assert max(run.series(DATA_WORKERS, "max")["max"].to_pylist()) == 2.0
     (seconds,) = run.series(INITIALIZATION_SECONDS, "mean")["mean"].to_pylist()
     assert 0 < seconds < 120
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step_times() -> tuple[Clock, StepTimes]:
+    clock = Clock()
+    return clock, StepTimes(clock)
+
+
+def test_a_step_is_from_update_to_update_and_waits_until_its_forward_pass() -> None:
+    clock, times = step_times()
+    for wait, work in ((1.0, 3.0), (1.0, 3.0), (0.0, 2.0)):
+        clock.now += wait
+        times.forward()
+        clock.now += work / 2
+        times.forward()  # micro-batches: the first one counts
+        clock.now += work / 2
+        times.finished()
+    assert times.first == 104.0
+    assert times.take() == ([4.0, 2.0], [0.25, 0.0])
+    assert times.take() == ([], [])
+
+
+def test_a_step_with_an_evaluation_in_it_is_omitted() -> None:
+    clock, times = step_times()
+    for evaluates in (False, True, False):
+        clock.now += 1.0
+        if evaluates:
+            times.other_mode()
+        times.forward()
+        clock.now += 1.0
+        times.finished()
+    assert times.take() == ([2.0], [0.5])
+
+
+def test_an_update_without_a_forward_pass_waits_for_nothing_that_is_seen() -> None:
+    clock, times = step_times()
+    for _ in range(3):
+        clock.now += 2.0
+        times.finished()
+    assert times.take() == ([2.0, 2.0], [])
+
+
+def test_unconsumed_step_times_are_limited() -> None:
+    clock, times = step_times()
+    for _ in range(70_000):
+        clock.now += 1.0
+        times.forward()
+        times.finished()
+    seconds, waits = times.take()
+    assert len(seconds) == len(waits) == 65_536

@@ -1,19 +1,20 @@
-"""System figures from files of the machine, and from files that the test writes."""
+"""System figures from files of the machine, from files that the test writes, and from NVML."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.sdk.programs import run_program
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import Identity
 from watchstep.capture.system.sampler import opened
 from watchstep.capture.system.sources import (
+    Gpus,
     NodeCpu,
     NodeDisks,
     NodeMemory,
@@ -21,7 +22,9 @@ from watchstep.capture.system.sources import (
     Process,
     allowed_cpus,
     cpu_group,
+    driver_is_there,
     memory_group,
+    visible,
 )
 from watchstep.format.system_figures import (
     CPU,
@@ -37,6 +40,8 @@ from watchstep.format.system_figures import (
     NODE_MEMORY,
     NODE_NETWORK_RECEIVED,
     NODE_NETWORK_SENT,
+    is_gpu,
+    is_gpu_memory,
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -198,8 +203,7 @@ def test_what_a_process_takes_is_seen() -> None:
 
 
 LOAD = """
-import sys, time
-sys.path[:0] = {path!r}
+import time
 from watchstep.capture.system.sources import Process
 from watchstep.capture.system.sources import NodeCpu
 sources = Process(), NodeCpu()
@@ -214,11 +218,8 @@ print(cpu["system/cpu"] * cpu["system/cpus"] * seconds, node["system/node_cpu"])
 """
 
 
-def test_a_process_that_is_busy_is_reported_as_that() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD.format(path=sys.path)], capture_output=True, text=True, check=True
-    )
-    taken, node = map(float, done.stdout.split())
+def test_a_process_that_is_busy_is_reported_as_that(tmp_path: Path) -> None:
+    taken, node = map(float, run_program(tmp_path, LOAD).split())
     assert 0.5 < taken < 1.5  # seconds of a processor
     assert 0 < node <= 1
 
@@ -240,3 +241,38 @@ def test_the_first_rank_of_a_machine_speaks_for_it() -> None:
     assert not any(name.startswith("system/node_") for name in names(1))
     assert {MEMORY, NODE_MEMORY} <= names(0)
     assert names(0) <= {figure.name for figure in FIGURES}
+
+
+NAMES = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "due"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("2,0", [2, 0]),
+        (" 1 , 2", [1, 2]),
+        ("1,7,2", [1]),  # what follows one that is none does not count
+        ("1,1", [1]),
+        ("GPU-cc", [2]),
+        ("GPU-a", []),  # two begin so
+        ("MIG-123", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_a_program_uses_what_cuda_shows_it(variable: str | None, due: list[int]) -> None:
+    assert visible(NAMES, variable) == due
+
+
+@pytest.mark.skipif(
+    not driver_is_there(), reason="NO GPU HERE: what NVML says of one is not proven by this run"
+)
+def test_a_gpu_reports_its_utilization_and_memory() -> None:
+    source = Gpus()
+    figures = source.sample(1.0)
+    source.close()
+    assert any(is_gpu_memory(name) for name in figures)
+    assert all(is_gpu(name) or is_gpu_memory(name) for name in figures)
+    assert all(0 <= share <= 1 for share in figures.values())

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from tests.sdk.training import Composed, skipping, watching, with_sgd
 from watchstep import Bundles, CaptureConfig, Hook
 from watchstep.format.bundle import PARAMETERS, Bundle, bundle_keys, open_bundle
 from watchstep.format.control import ControlDocument, SnapshotRequest
@@ -19,7 +21,8 @@ from watchstep.store.store import Store
 
 
 def bundles(hook: Hook) -> list[Bundle]:
-    """The bundles of a closed hook's run, in the order of their steps."""
+    """Close a hook. Returns the bundles of its run, in the order of their steps."""
+    hook.close()
     store = Store.open(hook.run_url)
     return [open_bundle(store, key.path) for key in bundle_keys(store)]
 
@@ -32,8 +35,6 @@ def train(
     before: Callable[[int], None] = lambda _number: None,
 ) -> Any:
     """Train a small network with a normalization layer. Returns the model."""
-    import torch
-
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     optimizer = torch.optim.Adam(model.parameters())
@@ -47,9 +48,12 @@ def train(
     return model
 
 
-def inputs(number: int, bad: int | None = None) -> list[Any]:
-    import torch
+def of_second(hook: Hook) -> Callable[[int], None]:
+    """Requests a bundle of the second step."""
+    return lambda number: hook.bundle() if number == 1 else None
 
+
+def inputs(number: int, bad: int | None = None) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn(4, 4, generator=generator) for _ in range(number)]
     if bad is not None:
@@ -58,8 +62,6 @@ def inputs(number: int, bad: int | None = None) -> list[Any]:
 
 
 def test_the_first_bad_step_is_bundled_as_it_was_before_its_update(tmp_path: Path) -> None:
-    import torch
-
     from watchstep.pytorch.bundles.values import torch_tensor
 
     states: list[dict[str, torch.Tensor]] = []
@@ -72,7 +74,6 @@ def test_the_first_bad_step_is_bundled_as_it_was_before_its_update(tmp_path: Pat
         return model(batch).pow(2).mean()
 
     train(hook, inputs(8, bad=5), use=use)
-    hook.close()
     (bundle,) = bundles(hook)  # later steps are of the same series
     assert (bundle.document.step, bundle.document.reason) == (5, "gate")
     assert bundle.document.lost == ()
@@ -87,17 +88,13 @@ def test_at_most_two_series_are_bundled(tmp_path: Path) -> None:
     for bad in (1, 2, 5, 9):
         batches[bad][0, 0] = float("inf")
     train(hook, batches)
-    hook.close()
     assert [bundle.document.step for bundle in bundles(hook)] == [1, 5]
     names = [thread.name for thread in threading.enumerate()]
     assert "watchstep-samples" not in names  # there are no samples to wait for
 
 
 def test_a_bad_loss_whose_update_the_program_leaves_out_is_bundled_too(tmp_path: Path) -> None:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd(torch.nn.Linear(4, 1))
     with Hook(tmp_path) as hook:
         hook.watch(model, optimizer)
         for number, batch in enumerate(inputs(3, bad=2)):
@@ -114,7 +111,6 @@ def test_a_bad_loss_whose_update_the_program_leaves_out_is_bundled_too(tmp_path:
 def test_without_bundles_requests_have_no_effect(tmp_path: Path) -> None:
     hook = Hook(tmp_path, config=CaptureConfig(bundles=None))
     train(hook, inputs(4, bad=1), before=lambda _number: hook.bundle())
-    hook.close()
     assert bundles(hook) == []
     assert hook.health["faults"] == {}
 
@@ -133,7 +129,6 @@ def test_events_and_requests_bundle_the_next_complete_step(tmp_path: Path) -> No
             apply_control(session, hook._stop_exchange, document, "a")
 
     train(hook, inputs(6), before=before)
-    hook.close()
     (bundle,) = bundles(hook)
     assert (bundle.document.step, bundle.document.reason) == (3, "alert")
     assert bundle.document.requests == ("event-7", "requested-1")
@@ -144,8 +139,6 @@ def test_events_and_requests_bundle_the_next_complete_step(tmp_path: Path) -> No
 def test_a_batch_that_the_program_changes_before_the_forward_pass_is_lost(
     tmp_path: Path, source: str
 ) -> None:
-    import torch
-
     hook = Hook(tmp_path)
     batches: list[Any] = inputs(3, bad=1)
 
@@ -158,27 +151,20 @@ def test_a_batch_that_the_program_changes_before_the_forward_pass_is_lost(
 
     loader: Any = torch.utils.data.DataLoader(torch.cat(batches), batch_size=4)  # type: ignore[arg-type]
     train(hook, loader if source == "loader" else batches, use=use)
-    hook.close()
     (bundle,) = bundles(hook)
     assert [lost.path for lost in bundle.document.lost] == ["micro_batches/0/batch"]
     assert "tensor" in bundle.document.micro_batches[0]["arguments"]["tuple"][0]  # as the pass read it
 
 
 def test_a_large_buffer_is_left_out_and_no_other(tmp_path: Path) -> None:
-    import torch
-
-    class WithQueue(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("queue", torch.zeros(5 * 2**20))
-            self.norm = torch.nn.BatchNorm1d(4)
-            self.linear = torch.nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.linear(self.norm(x))
-
-    model = WithQueue()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd(
+        Composed(
+            lambda module, x: module.linear(module.norm(x)),
+            queue=torch.zeros(5 * 2**20),
+            norm=torch.nn.BatchNorm1d(4),
+            linear=torch.nn.Linear(4, 1),
+        )
+    )
     with Hook(tmp_path) as hook:
         hook.watch(model, optimizer)
         model(inputs(1, bad=0)[0]).sum().backward()
@@ -190,8 +176,6 @@ def test_a_large_buffer_is_left_out_and_no_other(tmp_path: Path) -> None:
 def test_references_to_shared_memory_leave_file_descriptors_to_the_program() -> None:
     """Each tensor of a loader's worker has a descriptor of its own."""
     import resource
-
-    import torch
 
     from watchstep.pytorch.bundles.step_inputs import StepInputs
 
@@ -221,15 +205,12 @@ def test_a_batch_that_the_program_changed_is_lost(tmp_path: Path) -> None:
         return value
 
     train(hook, inputs(3, bad=1), use=use)
-    hook.close()
     (bundle,) = bundles(hook)
     assert [lost.path for lost in bundle.document.lost] == ["micro_batches/0/batch/1"]
     assert "changed in place" in bundle.document.lost[0].reason
 
 
 def test_parameters_that_were_changed_since_the_pass_are_lost(tmp_path: Path) -> None:
-    import torch
-
     hook = Hook(tmp_path)
 
     def use(model: Any, batch: Any) -> Any:
@@ -238,8 +219,7 @@ def test_parameters_that_were_changed_since_the_pass_are_lost(tmp_path: Path) ->
             model[0].bias.mul_(1.0)
         return value
 
-    model = train(hook, inputs(3), use=use, before=lambda number: hook.bundle() if number == 1 else None)
-    hook.close()
+    model = train(hook, inputs(3), use=use, before=of_second(hook))
     (bundle,) = bundles(hook)
     assert [lost.path for lost in bundle.document.lost] == ["parameters/0.bias"]
     names = {name for name, _ in model.named_parameters()}
@@ -254,8 +234,7 @@ def test_a_bundle_keeps_to_its_limit_and_says_what_it_lacks(
     tmp_path: Path, limit: int, missing: set[str]
 ) -> None:
     hook = Hook(tmp_path, config=CaptureConfig(bundles=Bundles(limit_bytes=limit)))
-    train(hook, inputs(3), before=lambda number: hook.bundle() if number == 1 else None)
-    hook.close()
+    train(hook, inputs(3), before=of_second(hook))
     (bundle,) = bundles(hook)
     stored = sum(
         location.length
@@ -273,8 +252,7 @@ def test_what_is_redacted_is_not_in_the_object(tmp_path: Path) -> None:
     hook = Hook(tmp_path, config=CaptureConfig(bundles=Bundles(redact=redact)))
     secret = inputs(3)
     secret[1][:] = 7654.5
-    train(hook, secret, before=lambda number: hook.bundle() if number == 1 else None)
-    hook.close()
+    train(hook, secret, before=of_second(hook))
     (bundle,) = bundles(hook)
     (path,) = tmp_path.rglob("*-program.safetensors")
     assert secret[1].numpy().tobytes() not in path.read_bytes()
@@ -291,8 +269,7 @@ def test_batches_of_the_program_and_several_passes_for_a_loss(tmp_path: Path) ->
         hook.batch({"views": [batch, batch + 1], "name": "pair"})
         return (model(batch) - model(batch + 1)).pow(2).mean()
 
-    train(hook, inputs(3), use=use, before=lambda number: hook.bundle() if number == 1 else None)
-    hook.close()
+    train(hook, inputs(3), use=use, before=of_second(hook))
     (bundle,) = bundles(hook)
     (batch,) = bundle.document.micro_batches
     assert [key for key, _ in batch["batch"]["dict"]] == ["views", "name"]
@@ -302,8 +279,6 @@ def test_batches_of_the_program_and_several_passes_for_a_loss(tmp_path: Path) ->
 def test_batches_of_several_data_loaders_are_a_tuple_and_those_of_evaluation_are_left_out(
     tmp_path: Path,
 ) -> None:
-    import torch
-
     class Numbers(torch.utils.data.Dataset[torch.Tensor]):
         def __init__(self, start: float) -> None:
             self._start = start
@@ -315,8 +290,7 @@ def test_batches_of_several_data_loaders_are_a_tuple_and_those_of_evaluation_are
             return torch.full((4,), self._start + index)
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(torch.nn.Sequential(torch.nn.Linear(4, 1)), 0.01)
     loaders = [torch.utils.data.DataLoader(Numbers(start), batch_size=4) for start in (0.0, 100.0, 1000.0)]
     with Hook(tmp_path) as hook:
         hook.watch(model, optimizer)
@@ -352,17 +326,7 @@ def test_random_states_of_python_and_numpy_are_exact_or_lost(tmp_path: Path) -> 
     assert (random.random(), float(np.random.rand())) == drawn  # noqa: NPY002 - as above
 
 
-def test_a_skipped_update_also_restores_running_statistics(tmp_path: Path) -> None:
-    hook = Hook(tmp_path, on_nonfinite="skip")
-    model = train(hook, inputs(6, bad=2))
-    hook.close()
-    assert all(buffer.isfinite().all() for buffer in model.buffers())
-    assert hook.health["counts"]["restored_buffers"] == 2
-
-
 def test_training_is_the_same_with_and_without_bundles(tmp_path: Path) -> None:
-    import torch
-
     weights = []
     for config in (CaptureConfig(bundles=None), CaptureConfig()):
         hook = Hook(tmp_path, config=config)
@@ -373,8 +337,6 @@ def test_training_is_the_same_with_and_without_bundles(tmp_path: Path) -> None:
 
 
 def test_no_code_of_the_program_runs_while_it_is_recorded_or_bundled(tmp_path: Path) -> None:
-    import torch
-
     class Lazy(Mapping[str, Any]):
         """Loads what it returns, and draws random numbers."""
 
@@ -410,7 +372,6 @@ def test_no_code_of_the_program_runs_while_it_is_recorded_or_bundled(tmp_path: P
 
     holder: list[Any] = []
     train(hook, inputs(3, bad=1), use=use)
-    hook.close()
     (bundle,) = bundles(hook)
     assert hook.health["faults"] == {}
     assert ("micro_batches/0/batch/0", "values of this type are not stored") in [
@@ -420,8 +381,6 @@ def test_no_code_of_the_program_runs_while_it_is_recorded_or_bundled(tmp_path: P
 
 
 def test_taking_a_bundle_draws_no_random_numbers(tmp_path: Path) -> None:
-    import torch
-
     class Drawing:
         def state_dict(self) -> dict[str, Any]:
             return {"drawn": float(torch.rand(())) + random.random()}
@@ -462,7 +421,6 @@ def test_large_python_containers_neither_stall_nor_lose_a_bundle(
         return model(batch).pow(2).mean()
 
     train(hook, inputs(2), use=use, before=lambda number: hook.bundle() if number else None)
-    hook.close()
     (bundle,) = bundles(hook)
     assert bundle.size < most
     assert len(bundle.document.lost) <= 1
@@ -481,15 +439,11 @@ def test_a_value_is_looked_at_within_a_limit() -> None:
 
 
 def test_references_of_earlier_micro_batches_keep_to_their_limit(tmp_path: Path) -> None:
-    import torch
-
     torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(torch.nn.Linear(4, 1), 0.01)
     config = CaptureConfig(bundles=Bundles(reference_bytes=20_000))
     references = []
-    with Hook(tmp_path, config=config) as hook:
-        hook.watch(model, optimizer)
+    with watching(tmp_path, model, optimizer, config=config) as hook:
         hook.bundle()
         for _ in range(6):
             array = np.zeros(1000)
@@ -505,8 +459,6 @@ def test_references_of_earlier_micro_batches_keep_to_their_limit(tmp_path: Path)
 
 
 def test_values_and_buffers_without_dense_memory_are_lost_alone(tmp_path: Path) -> None:
-    import torch
-
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -518,10 +470,8 @@ def test_values_and_buffers_without_dense_memory_are_lost_alone(tmp_path: Path) 
             output: torch.Tensor = self.layer(self.norm(x))
             return output
 
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Hook(tmp_path, on_nonfinite="skip") as hook:
-        hook.watch(model, optimizer)
+    model, optimizer = with_sgd(Model())
+    with skipping(tmp_path, model, optimizer) as hook:
         for batch in inputs(3, bad=1):
             hook.batch([batch, torch.eye(2).to_sparse(), torch.empty(2, device="meta")])
             optimizer.zero_grad()
@@ -539,28 +489,15 @@ def test_values_and_buffers_without_dense_memory_are_lost_alone(tmp_path: Path) 
 
 
 def test_running_statistics_of_own_modules_are_those_before_the_pass(tmp_path: Path) -> None:
-    import torch
-
     from watchstep.pytorch.bundles.values import torch_tensor
 
-    class Normalized(torch.nn.Module):
-        """Changes its buffers by PyTorch's function, which does not count it as a change."""
+    def forward(module: Any, x: torch.Tensor) -> Any:
+        """Changes buffers by PyTorch's function, which does not count it as a change."""
+        return module.layer(torch.nn.functional.batch_norm(x, module.mean, module.variance, training=True))
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-            self.register_buffer("mean", torch.zeros(4))
-            self.register_buffer("variance", torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = torch.nn.functional.batch_norm(
-                x, self.get_buffer("mean"), self.get_buffer("variance"), training=True
-            )
-            output: torch.Tensor = self.layer(x)
-            return output
-
-    model = Normalized()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd(
+        Composed(forward, layer=torch.nn.Linear(4, 1), mean=torch.zeros(4), variance=torch.ones(4))
+    )
     with Hook(tmp_path) as hook:
         hook.watch(model, optimizer)
         for number, batch in enumerate(inputs(4)):
@@ -571,15 +508,3 @@ def test_running_statistics_of_own_modules_are_those_before_the_pass(tmp_path: P
             optimizer.step()
     (bundle,) = bundles(hook)
     assert torch.equal(torch_tensor(*bundle.read("buffers/mean")), before)
-
-
-def test_a_late_result_of_a_device_does_not_claim_that_its_step_failed() -> None:
-    from watchstep.capture.health import RecorderHealth
-    from watchstep.capture.tensors.bundle_plan import BundleOccasion, BundlePlan
-
-    plan = BundlePlan(Bundles(), RecorderHealth())
-    plan.bad(7, is_late=True)
-    assert plan.due(7, is_complete=False) is None
-    assert plan.due(8, is_complete=True) == BundleOccasion("alert", ("gate",))
-    plan.bad(20)
-    assert plan.due(20, is_complete=True) == BundleOccasion("gate")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.sdk.training import EVERY_STEP
+from tests.sdk.training import EVERY_STEP, watching
 from watchstep import Hook, open_run
 from watchstep.errors import WatchstepError
 from watchstep.format.statistics import COUNT_COLUMNS, StatisticsBatch
@@ -147,8 +147,7 @@ def test_losses_are_the_same_to_the_last_bit(tmp_path: Path, compiled: bool) -> 
 
 def test_a_step_that_is_captured_under_a_watch(tmp_path: Path) -> None:
     model, optimizer, x = training()
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    hook = watching(tmp_path, model, optimizer)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=False)

@@ -93,6 +93,13 @@ def loader_batches() -> Iterator[Any]:
     assert (dataloader._BaseDataLoaderIter.__next__, dataloader._BaseDataLoaderIter._next_index) == before
 
 
+def listening(loader_batches: Any, reported: Reported | None = None) -> Reported:
+    """A listener that listens."""
+    reported = reported or Reported()
+    loader_batches.listen(reported)
+    return reported
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -107,8 +114,7 @@ def loader_batches() -> Iterator[Any]:
 def test_ids_are_the_contents(loader_batches: Any, options: dict[str, Any]) -> None:
     """The samples of a batch are reported with it, in two epochs of every kind of data loader."""
     loader = _loader(Numbers(11), **options)
-    reported = Reported()
-    loader_batches.listen(reported)
+    reported = listening(loader_batches)
     received = [batch for _ in range(2) for batch in loader]
     assert reported.errors == []
     assert reported.ids == reported.contents
@@ -121,8 +127,7 @@ def test_ids_are_the_contents(loader_batches: Any, options: dict[str, Any]) -> N
 def test_batches_in_the_order_of_arrival(loader_batches: Any) -> None:
     """With ``in_order=False`` the ids are those of the batch that arrived."""
     loader = _loader(Uneven(24), batch_size=2, num_workers=2, in_order=False)
-    reported = Reported()
-    loader_batches.listen(reported)
+    reported = listening(loader_batches)
     for _ in loader:
         pass
     assert reported.ids == reported.contents
@@ -134,8 +139,7 @@ def test_an_epoch_that_was_left_early(loader_batches: Any) -> None:
     loader = _loader(
         Numbers(40), batch_size=2, shuffle=True, num_workers=2, persistent_workers=True, in_order=False
     )
-    reported = Reported()
-    loader_batches.listen(reported)
+    reported = listening(loader_batches)
     for _ in range(3):
         for _, _ in zip(range(3), loader, strict=False):
             pass
@@ -148,8 +152,7 @@ def test_subsets_are_resolved(loader_batches: Any) -> None:
 
     numbers: Any = Numbers(100)
     inner = Subset(numbers, [90, 80, 70, 60, 50])
-    reported = Reported()
-    loader_batches.listen(reported)
+    reported = listening(loader_batches)
     for _ in _loader(Subset(inner, [4, 0, 2]), batch_size=2):
         pass
     assert reported.ids == reported.contents == [[50, 90], [70]]
@@ -162,8 +165,7 @@ def test_epochs_of_a_distributed_sampler(loader_batches: Any) -> None:
     numbers: Any = Numbers(8)
     sampler: Any = DistributedSampler(numbers, num_replicas=2, rank=1)
     loader = _loader(numbers, batch_size=2, sampler=sampler)
-    reported = Reported()
-    loader_batches.listen(reported)
+    reported = listening(loader_batches)
     sampler.set_epoch(7)
     assert len(list(loader)) == 2
     assert reported.ids == reported.contents
@@ -173,8 +175,7 @@ def test_epochs_of_a_distributed_sampler(loader_batches: Any) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_iterable_datasets_name_the_worker_and_its_batch(loader_batches: Any, workers: int) -> None:
     """Batches of an iterable dataset are identified by the worker and its running number."""
-    reported = Reported()
-    loader_batches.listen(reported)
+    reported = listening(loader_batches)
     for _ in _loader(_streamed(10), batch_size=2, num_workers=workers):
         pass
     interval = max(1, workers)
@@ -190,8 +191,7 @@ def test_an_iteration_that_had_begun(loader_batches: Any) -> None:
     """Batches that were requested from workers before the first listener are reported without ids; later ones with them."""
     loader = _loader(Numbers(20), batch_size=2, num_workers=2, prefetch_factor=1)
     batches = iter(loader)
-    reported = Reported()
-    loader_batches.listen(reported)
+    reported = listening(loader_batches)
     for _ in batches:
         pass
     assert reported.ids[:2] == [None, None]
@@ -204,8 +204,7 @@ def test_accelerate_fetches_one_ahead(loader_batches: Any) -> None:
     accelerate = pytest.importorskip("accelerate")
     loader = accelerate.Accelerator(cpu=True).prepare(_loader(Numbers(10), batch_size=4, shuffle=True))
     loader.skip_batches = 1
-    reported = Reported()
-    loader_batches.listen(reported)
+    reported = listening(loader_batches)
     received = []
     for batch in loader:
         received.append(batch.tolist())
@@ -249,8 +248,7 @@ def test_faults_and_children_do_not_matter(loader_batches: Any) -> None:
             super().batch_yielded(*arguments)
             raise ValueError("broken")
 
-    reported = Broken()
-    loader_batches.listen(reported)
+    reported = listening(loader_batches, Broken())
     loader = _loader(Numbers(4), batch_size=2)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert [str(error) for error in reported.errors] == ["broken", "broken"]
@@ -304,8 +302,7 @@ class Again:
 @pytest.mark.parametrize(("sampler", "workers"), [(Wrapped, 0), (Wrapped, 1), (Again, 0)])
 def test_samplers_of_the_program_are_left_alone(loader_batches: Any, sampler: Any, workers: int) -> None:
     """No length, truth or property of a sampler is read, and the ids are those of the request."""
-    reported = Reported()
-    loader_batches.listen(reported)
+    reported = listening(loader_batches)
     loader = _loader(Numbers(6), batch_sampler=sampler(), num_workers=workers)
     batches = [batch.tolist() for _ in range(2) for batch in loader]
     assert reported.errors == []
@@ -329,8 +326,7 @@ def test_subsets_with_indices_of_the_program(loader_batches: Any) -> None:
 
     numbers: Any = Numbers(4)
     drawn: Any = Drawn()
-    reported = Reported()
-    loader_batches.listen(reported)
+    reported = listening(loader_batches)
     assert len(list(_loader(Subset(numbers, drawn), batch_size=2))) == 2
     assert drawn.reads == 4
     assert reported.ids == [None, None]
@@ -347,8 +343,7 @@ def test_loaders_are_distinguished_by_identity(loader_batches: Any) -> None:
             raise AssertionError
 
     loader: Any = Odd(Numbers(2))  # type: ignore[arg-type]
-    reported = Reported()
-    loader_batches.listen(reported)
+    reported = listening(loader_batches)
     assert [batch.tolist() for _ in range(2) for batch in loader] == [[0], [1]] * 2
     assert reported.errors == []
     assert [epoch for epoch, _ in reported.places] == [0, 0, 1, 1]

@@ -1,4 +1,4 @@
-"""Each step is recorded with the samples that it was trained on. The truth is in the batches: a sample is its index."""
+"""Each step is recorded with the samples that it was trained on, and samplers leave out those of a skip list. A sample is its index."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from watchstep import CaptureConfig, Hook, Run
+from tests.sdk.programs import ROOT
+from tests.sdk.pytorch.loaders.test_loader_batches import Numbers
+from watchstep import CaptureConfig, Hook, Run, SkipList
+from watchstep.errors import ConfigError
 from watchstep.format.samples.samples import SampleId
 
 
@@ -23,8 +29,6 @@ class Indices:
         return 48
 
     def __getitem__(self, index: int) -> Any:
-        import torch
-
         return torch.tensor([float(index)])
 
 
@@ -32,8 +36,6 @@ class Program:
     """A training, and which samples each of its steps used."""
 
     def __init__(self, folder: Path) -> None:
-        import torch
-
         self.model = torch.nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-9)
         self.hook = Hook(folder, config=CaptureConfig(overhead_budget=None, system=None))
@@ -125,8 +127,6 @@ def test_micro_batches_add_up(program: Program) -> None:
 
 def test_evaluations_are_not_recorded(program: Program) -> None:
     """Before the first step, between a batch and its training, without gradients, and by the program's mode."""
-    import torch
-
     evaluation = _loader(batch_size=16)
     program.evaluate(evaluation)
     for number, batch in enumerate(_loader()):
@@ -145,21 +145,10 @@ def test_evaluations_are_not_recorded(program: Program) -> None:
 
 def test_generation_before_the_first_step(program: Program) -> None:
     """A model in eval mode that is called between receiving a batch and training on it does not lose the batch."""
-    import torch
-
     for batch in _loader():
         program.model.eval()
         program.model(torch.zeros(1, 1))
         program.model.train()
-        program.train_step(batch)
-    program.check()
-
-
-def test_a_prefetching_loader_of_accelerate(program: Program) -> None:
-    """Accelerate fetches a batch ahead; each step has its own batch."""
-    accelerate = pytest.importorskip("accelerate")
-    loader = accelerate.Accelerator(cpu=True).prepare(_loader())
-    for batch in loader:
         program.train_step(batch)
     program.check()
 
@@ -228,8 +217,6 @@ def test_nothing_is_recorded_without_room(tmp_path: Path) -> None:
 
 def test_the_gate_uploads_during_the_training(program: Program) -> None:
     """Samples of a step with NaN are on the store while the program still trains."""
-    import torch
-
     from watchstep import open_run
 
     loader = iter(_loader())
@@ -270,19 +257,9 @@ def test_unmodified_programs(tmp_path: Path) -> None:
 
     program = tmp_path / "train.py"
     program.write_text(UNMODIFIED)
-    root = str(Path(__file__).parents[4])
-    command = [
-        sys.executable,
-        "-m",
-        "watchstep.command",
-        "run",
-        "--store",
-        str(tmp_path / "store"),
-        "--run",
-        "r",
-    ]
+    store = ("--store", str(tmp_path / "store"), "--run", "r")
     done = subprocess.run(
-        [*command, "--", sys.executable, str(program), root, "2"],
+        [sys.executable, "-m", "watchstep.command", "run", *store, "--", sys.executable, program, ROOT, "2"],
         capture_output=True,
         text=True,
         check=False,
@@ -292,3 +269,109 @@ def test_unmodified_programs(tmp_path: Path) -> None:
     truth = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
     assert len(truth) == 6
     assert _recorded(open_run(tmp_path / "store" / "default" / "r"), 6) == truth
+
+
+def _list(*ids: Any) -> SkipList:
+    return SkipList("r", (1,), {"Numbers": tuple(ids)})
+
+
+def _loaded(dataset: Any, **options: Any) -> tuple[list[int], int]:
+    """Return the samples of an epoch, and the number of batches that the data loader states."""
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(dataset, **options)
+    return [int(value) for batch in loader for value in batch], len(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_without_the_samples(workers: int) -> None:
+    """All other samples come once, and lengths are right."""
+    from torch.utils.data import RandomSampler
+
+    from watchstep.pytorch.loaders.skipping import SkippingSampler
+
+    dataset: Any = Numbers(20)
+    sampler = SkippingSampler(RandomSampler(dataset), _list(3, 7, 99))
+    samples, batches = _loaded(dataset, sampler=sampler, batch_size=4, num_workers=workers)
+    assert sorted(samples) == [number for number in range(20) if number not in {3, 7}]
+    assert (len(sampler), batches) == (18, 5)
+
+
+def test_subsets_are_resolved() -> None:
+    """Ids of the list are indices in the dataset below a subset, as they are recorded."""
+    from torch.utils.data import SequentialSampler, Subset
+
+    from watchstep.pytorch.loaders.skipping import SkippingBatchSampler, SkippingSampler
+
+    numbers: Any = Numbers(20)
+    subset: Any = Subset(numbers, [19, 3, 5, 7])
+    sampler = SkippingSampler(SequentialSampler(subset), _list(3, 0), dataset=subset)
+    assert list(sampler) == [0, 2, 3]
+    assert len(sampler) == 3
+    assert _loaded(subset, sampler=sampler, batch_size=2)[0] == [19, 5, 7]
+    assert list(SkippingBatchSampler([[0, 1], [1], [2, 3]], _list(3), dataset=subset)) == [[0], [2, 3]]
+
+
+@given(st.sets(st.integers(0, 29), max_size=25), st.integers(1, 3), st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_ranks_have_equal_lengths(skipped: set[int], ranks: int, epoch: int) -> None:
+    """Of a distributed sampler each rank has the length that it had, without the left-out samples, or fails before it trains on any."""
+    from torch.utils.data.distributed import DistributedSampler
+
+    from watchstep.pytorch.loaders.skipping import SkippingSampler
+
+    dataset: Any = Numbers(30)
+    seen: set[int] = set()
+    for rank in range(ranks):
+        plain: Any = DistributedSampler(dataset, num_replicas=ranks, rank=rank)
+        plain.set_epoch(epoch)
+        own = set(plain)
+        sampler = SkippingSampler(plain, _list(*skipped))
+        sampler.set_epoch(epoch)
+        if own <= skipped:
+            with pytest.raises(ConfigError, match="all samples"):
+                list(sampler)
+            return
+        samples = list(sampler)
+        assert len(samples) == len(sampler) == len(plain)
+        assert set(samples) == own - skipped
+        seen |= set(samples)
+    assert seen == set(range(30)) - skipped
+
+
+def test_batches() -> None:
+    """Batches shrink, and empty ones are left out; replaced, their number and sizes stay."""
+    from watchstep.pytorch.loaders.skipping import SkippingBatchSampler
+
+    batches = [[9, 1], [0, 1, 2], [3, 4], [5, 9, 9]]
+    skip_list = _list(9, 3, 4)
+    assert list(SkippingBatchSampler(batches, skip_list)) == [[1], [0, 1, 2], [5]]
+    assert list(SkippingBatchSampler(batches, skip_list, replace=True)) == [
+        [1, 1],
+        [0, 1, 2],
+        [0, 1],
+        [5, 5, 5],
+    ]
+    assert len(SkippingBatchSampler(batches, skip_list)) == 4
+
+
+def test_lengths_that_are_unknown() -> None:
+    """A length that depends on what a sampler will draw is not stated."""
+    from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+    from watchstep.pytorch.loaders.skipping import SkippingSampler
+
+    dataset: Any = Numbers(9)
+    for sampler in (
+        WeightedRandomSampler([1.0] * 9, 9),
+        RandomSampler(dataset, replacement=True),
+        RandomSampler(dataset, num_samples=4),
+    ):
+        with pytest.raises(TypeError, match="unknown"):
+            len(SkippingSampler(sampler, _list(1)))
+        assert len(SkippingSampler(sampler, _list(1), replace=True)) == len(sampler)
+    assert len(SkippingSampler(SubsetRandomSampler([1, 2, 3]), _list(1))) == 2
+    with pytest.raises(TypeError, match="no length"):
+        len(SkippingSampler(iter([1]), _list(1)))
+    with pytest.raises(ConfigError, match="SkippingBatchSampler"):
+        SkippingSampler(BatchSampler([1, 2], 1, drop_last=False), _list(1))

@@ -12,12 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
+from tests.sdk.training import (
+    EVERY_STEP,
+    batches,
+    closure_of,
+    recorded,
+    small_model,
+    watched_training,
+    watching,
+    with_sgd,
+)
 from watchstep import Hook, Run
-from watchstep.capture.health import RecorderHealth
-from watchstep.capture.steps.record import DeviceScalar, join
-from watchstep.capture.steps.recorder import Recorder
-from watchstep.capture.steps.session import Session
+from watchstep.capture.steps.record import DeviceScalar
 from watchstep.errors import ConfigError
 from watchstep.format.statistics import scalars
 from watchstep.kernels.measurement import Completed, Measurement
@@ -32,8 +38,7 @@ def rows(run: Run, name: str = "loss", mode: str = "train") -> list[tuple[float,
 
 
 def test_losses_of_the_batches_of_an_evaluation_become_their_mean(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
 
     def evaluate(step: int, _: Any) -> None:
         for _loop in range(2):  # two loops between two updates are one evaluation
@@ -76,8 +81,7 @@ def test_what_is_not_finite_stays_visible(tmp_path: Path, losses: Sequence[float
 
 
 def test_an_update_ends_an_evaluation(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
     hook.log(
         loss=5.0, mode="eval"
     )  # of the weights before the first update, at the same step as those after it
@@ -90,18 +94,6 @@ def test_an_update_ends_an_evaluation(tmp_path: Path) -> None:
     run = recorded(hook)
     assert rows(run, mode="eval") == [(2.0, 2), (3.0, 2)]
     assert hook.health["counts"]["replaced_evaluations"] == 1
-
-
-def test_many_batches_are_merged_in_bounded_memory(tmp_path: Path) -> None:
-    losses = np.random.default_rng(0).lognormal(size=5000).tolist()
-    with Hook(tmp_path, config=EVERY_STEP) as hook:
-        for loss in losses:
-            hook.log(loss=loss, mode="eval")
-    run = recorded(hook)
-    (row,) = run.tensor("loss").statistics().to_pylist()
-    assert (row["count"], row["min"], row["max"]) == (5000, min(losses), max(losses))
-    assert row["mean"] == pytest.approx(np.mean(losses), rel=1e-12)
-    assert row["std"] == pytest.approx(np.std(losses), rel=1e-9)
 
 
 class Elsewhere:
@@ -138,25 +130,8 @@ class _Together:
         return merge_rows(scalars(self._values), np.zeros(len(self._values), np.intp), 1)
 
 
-def test_losses_on_a_device_are_measured_together() -> None:
-    session = Session.begin(EVERY_STEP, 0, "ignore")
-    recorder: Recorder = session.recorder
-    cell = [0.0]
-    for number in range(600):
-        cell[0] = float(number)
-        recorder.device_scalar("loss", Elsewhere(cell), "eval")
-    recorder.hand_over()
-    item = session.queue.take()
-    assert item is not None
-    assert len(item.records) == 4  # the first, twice the limit, and the rest
-    block = join(list(item.records))
-    assert (block.statistics.count.tolist(), block.statistics.mean.tolist()) == ([600], [299.5])
-    assert isinstance(session.health, RecorderHealth)
-
-
 def test_micro_batches_that_the_program_logs_are_averaged(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
 
     def log(step: int, _: Any) -> None:
         hook.log({"loss": 1.0 + step, "learning_rate": 0.1})
@@ -177,8 +152,7 @@ def accumulate(
     **watch: Any,
 ) -> list[float]:
     """Train with so many micro-batches to each update; returns the mean of the undivided losses of each."""
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd(small_model())
     hook.watch(model, optimizer, **watch)
     given = iter(batches(sum(sizes)))
     means = []
@@ -216,10 +190,8 @@ def test_losses_that_may_be_divided_are_marked(tmp_path: Path) -> None:
 def test_a_loss_that_is_logged_in_an_evaluation_is_derived_in_training(
     tmp_path: Path, *, logs_training: bool, evaluates_first: bool
 ) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(nn.Linear(2, 1))
+    hook = watching(tmp_path, model, optimizer)
     for _ in range(3):
         if evaluates_first:
             hook.log(loss=2.0, mode="eval")
@@ -298,24 +270,13 @@ def test_an_invalid_divisor(tmp_path: Path, divisor: Any) -> None:
 def test_of_a_closure_the_loss_before_the_update_is_recorded(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
-    first = []
-    for x, y in batches(3):
-
-        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        first.append(optimizer.step(closure).item())
+    hook = watching(tmp_path, model, optimizer)
+    first = [optimizer.step(closure_of(model, optimizer, x, y)).item() for x, y in batches(3)]
     assert rows(recorded(hook)) == [(loss, 1) for loss in first]
 
 
 def test_of_two_watched_models_each_loss_counts_once(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
     other = nn.Linear(2, 2)
 
     def later(step: int, _: Any) -> None:

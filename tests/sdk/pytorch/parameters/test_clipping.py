@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,9 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # by name, before anything is recorded
 
-from tests.sdk.training import EVERY_STEP, batches, recorded, small_model
-from watchstep import Cadence, CaptureConfig, Hook, Run, open_run
+from tests.sdk.programs import run_program
+from tests.sdk.training import EVERY_STEP, batches, recorded, small_model, watching, with_sgd
+from watchstep import Cadence, CaptureConfig, Run, open_run
 
 BEFORE = replace(EVERY_STEP, gradients="before_clipping")
 STEPS = 4
@@ -63,14 +61,6 @@ def one_tensor(model: nn.Sequential) -> None:
 
 
 CLIPS: list[Clip] = [by_norm, by_norm_one_by_one, by_value, by_given_norm, by_group, twice, one_tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Clipped:
@@ -119,8 +109,7 @@ class Clipped:
 def record(
     training: Clipped, store: Path, config: CaptureConfig, each: Callable[[int], None] | None = None
 ) -> Run:
-    hook = Hook(store, config=config)
-    hook.watch(training.model, training.optimizer)
+    hook = watching(store, training.model, training.optimizer, config=config)
     training.run(each=each)
     return recorded(hook)
 
@@ -136,17 +125,19 @@ def largest(run: Run) -> list[dict[str, float]]:
     return [{name: table["max"][step].as_py() for name, table in tables.items()} for step in range(STEPS)]
 
 
+@pytest.mark.parametrize("config", [EVERY_STEP, BEFORE], ids=["after clipping", "before clipping"])
 @pytest.mark.parametrize("clip", CLIPS)
-def test_before_clipping(clip: Clip, tmp_path: Path) -> None:
-    training = Clipped(clip)
-    assert largest(record(training, tmp_path, BEFORE)) == training.before
-    assert training.before != training.after
-
-
-@pytest.mark.parametrize("clip", CLIPS)
-def test_after_clipping(clip: Clip, tmp_path: Path) -> None:
-    training = Clipped(clip)
-    assert largest(record(training, tmp_path, EVERY_STEP)) == training.after
+def test_gradients_are_recorded_before_or_after_clipping_and_training_is_the_same(
+    clip: Clip, config: CaptureConfig, tmp_path: Path
+) -> None:
+    watched, plain = Clipped(clip), Clipped(clip)
+    gradients = largest(record(watched, tmp_path, config))
+    assert gradients == (watched.before if config is BEFORE else watched.after)
+    assert watched.before != watched.after
+    assert watched.losses == plain.run()
+    assert watched.norms == plain.norms
+    for ours, theirs in zip(watched.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_without_clipping_gradients_are_measured_at_the_step(tmp_path: Path) -> None:
@@ -178,8 +169,7 @@ def test_the_norm_comes_as_often_as_metrics(tmp_path: Path) -> None:
 
 def test_the_programs_own_norm_wins(tmp_path: Path) -> None:
     training = Clipped(by_norm)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(training.model, training.optimizer)
+    hook = watching(tmp_path, training.model, training.optimizer)
     training.run(each=lambda step: hook.log(gradient_norm=100.0 + step))
     table = recorded(hook).tensor("gradient_norm").statistics()
     assert table["mean"].to_pylist() == [100.0, 101.0, 102.0, 103.0]
@@ -211,10 +201,8 @@ def test_under_a_gradient_scaler(fused: bool, tmp_path: Path) -> None:
 
 
 def test_a_batch_that_the_program_gives_up_is_not_recorded(tmp_path: Path) -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=BEFORE)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(small_model())
+    hook = watching(tmp_path, model, optimizer, config=BEFORE)
     clipped = []
     for place, (x, y) in enumerate(batches(4)):
         optimizer.zero_grad()
@@ -244,17 +232,6 @@ def test_parameters_of_another_model_are_not_recorded(tmp_path: Path) -> None:
     other(batches(1)[0][0]).sum().backward()
     run = record(Clipped(lambda _: by_norm(other)), tmp_path, BEFORE)
     assert norms_of(run) == []
-
-
-@pytest.mark.parametrize("config", [EVERY_STEP, BEFORE])
-@pytest.mark.parametrize("clip", CLIPS)
-def test_training_is_the_same(clip: Clip, config: CaptureConfig, tmp_path: Path) -> None:
-    watched, plain = Clipped(clip), Clipped(clip)
-    record(watched, tmp_path, config)
-    assert watched.losses == plain.run()
-    assert watched.norms == plain.norms
-    for ours, theirs in zip(watched.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_clipping_in_compiled_code(tmp_path: Path) -> None:
@@ -297,10 +274,7 @@ assert run.tensor("weight:gradient").statistics()["max"].to_pylist() == [largest
 
 
 def test_a_pytorch_whose_clipping_is_made_otherwise(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OLDER_PYTORCH, tmp_path], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_program(tmp_path, OLDER_PYTORCH, tmp_path / "runs")
 
 
 SHARDED = """
@@ -338,24 +312,7 @@ dist.destroy_process_group()
 
 
 def test_shards_are_measured_before_clipping_and_without_the_scale(tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text(SHARDED)
-    done = subprocess.run(
-        [
-            Path(sys.executable).with_name("torchrun"),
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            program,
-            tmp_path / "runs",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    run_program(tmp_path, SHARDED, tmp_path / "runs", ranks=2)
     run = open_run(tmp_path / "runs" / "default" / "r")
     assert run.tensor("gradient_scaler:skipped").steps() == [1]
     assert run.tensor("0.weight:gradient").steps() == [0, 2, 3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.rules.runs import all_at_once
-from tests.sdk.training import EVERY_STEP, batches, recorded, small_model
-from watchstep import CaptureConfig, Hook, Run, StopTraining
+from tests.sdk.training import EVERY_STEP, batches, recorded, small_model, watching, with_sgd
+from watchstep import CaptureConfig, Run, StopTraining
 from watchstep.format.control import StopRequest
 from watchstep_rules.config.rule_config import RuleConfig
 
@@ -40,14 +40,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "one by one": {"foreach": False},
     "as PyTorch chooses": {},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass
@@ -98,8 +90,7 @@ class Scaled:
 
 
 def record(training: Scaled, store: Path, steps: int = 6, config: CaptureConfig = EVERY_STEP) -> Run:
-    hook = Hook(store, config=config)
-    hook.watch(training.model, training.updates)
+    hook = watching(store, training.model, training.updates, config=config)
     training.run(steps)
     return recorded(hook)
 
@@ -205,8 +196,7 @@ def test_training_is_the_same(optimizer: str, way: str, device: str, tmp_path: P
 @pytest.mark.parametrize("way", ["fused", "foreach"])
 def test_a_stop_is_obeyed_at_a_skipped_step(way: str, tmp_path: Path) -> None:
     training = Scaled(way=way, overflows=(2,))
-    hook = Hook(tmp_path, config=EVERY_STEP, on_stop="raise")
-    hook.watch(training.model, training.updates)
+    hook = watching(tmp_path, training.model, training.updates, on_stop="raise")
     hook._recorder.request_stop(StopRequest("attempt", 2, "enough"))
     with pytest.raises(StopTraining):
         training.run(6)
@@ -243,7 +233,11 @@ def test_a_scaler_made_before_and_a_subclass(tmp_path: Path) -> None:
 
 
 def test_a_disabled_scaler_records_nothing_of_itself(tmp_path: Path) -> None:
-    run = record(Scaled(scale=None), tmp_path, 3)
+    training = Scaled(scale=None)
+    hook = watching(tmp_path, training.model, training.updates)
+    training.run(3)
+    run = recorded(hook)
+    assert hook.health["notes"] == {}
     assert not [name for name in run.tensors() if name.startswith("gradient_scaler")]
     assert run.steps() == [0, 1, 2]
 
@@ -272,8 +266,7 @@ def test_two_optimizers_of_one_scaler(tmp_path: Path) -> None:
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)
     second = torch.optim.SGD(model[3].parameters(), lr=0.1)
     scaler = GradScaler("cpu", 8.0)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, first)
+    hook = watching(tmp_path, model, first)
     for step, (x, y) in enumerate(batches(4)):
         first.zero_grad()
         second.zero_grad()
@@ -290,23 +283,12 @@ def test_two_optimizers_of_one_scaler(tmp_path: Path) -> None:
     assert run.tensor("3.weight:gradient").steps() == [0, 2, 3]
 
 
-def test_a_scaler_that_is_not_enabled_has_no_scale_to_record(tmp_path: Path) -> None:
-    training = Scaled(scale=None)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(training.model, training.updates)
-    training.run(2)
-    hook.close()
-    assert hook.health["notes"] == {}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activations_under_autocast_are_recorded_once_in_their_type(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(small_model())
+    hook = watching(tmp_path, model, optimizer)
     for x, y in batches(3):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype):

@@ -12,17 +12,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
+from tests.sdk.training import (
+    EVERY_STEP,
+    Training,
+    batches,
+    closure_of,
+    recorded,
+    small_model,
+    watched_training,
+    with_sgd,
+)
 from watchstep import Bounds, CaptureConfig, Hook, Run
 
 WEIGHT, ELEMENTS = "0.weight", 16 * 8
 
 
 def test_a_new_optimizer_takes_the_place_of_one_that_is_gone(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
     training.run(3)
     old = weakref.ref(training.optimizer)
     training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
@@ -36,8 +44,7 @@ def test_a_new_optimizer_takes_the_place_of_one_that_is_gone(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_an_optimizer_that_continues_alone_counts_after_a_while(tmp_path: Path, shares: bool) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+    hook, training = watched_training(tmp_path)
     training.run(3)
     _reference, rest = training.optimizer, training.model if shares else nn.Linear(2, 2)
     if not shares:
@@ -77,13 +84,7 @@ def inside(wrapper: type[Lookahead], named: str, hook: Hook) -> None:
     outer = wrapper(inner)
     hook.watch(model, {"outer": outer, "inner": inner, "none": None}[named])
     for x, y in batches(4):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            outer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
+        closure = closure_of(model, outer, x, y)
         closure()
         outer.step(closure)
 
@@ -126,8 +127,7 @@ def test_of_several_updates_in_a_step_the_first_is_recorded(tmp_path: Path, name
 
 def test_a_bad_gradient_of_a_later_update_is_recorded(tmp_path: Path) -> None:
     hook = Hook(tmp_path, config=EVERY_STEP)
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = with_sgd(small_model(), 0.0)
     hook.watch(model, optimizer)
     hook.step()
     for bad in (False, True):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.sdk.training import EVERY_STEP, batches, recorded, small_model
-from watchstep import Cadence, CaptureConfig, Hook
+from tests.sdk.training import EVERY_STEP, batches, recorded, small_model, watching, with_sgd
+from watchstep import Cadence, CaptureConfig
 
 STEPS = 12
 Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], None]
@@ -26,8 +26,7 @@ def stale_steps(
     """The steps with a stale-gradients metric, and its value."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
-    hook = Hook(store, config=config)
-    hook.watch(model, optimizer)
+    hook = watching(store, model, optimizer, config=config)
     for x, y in batches(steps):
         step(model, optimizer, x, y)
     run = recorded(hook)
@@ -190,8 +189,7 @@ def test_the_metric_can_be_omitted(tmp_path: Path) -> None:
 def test_a_closure_that_clears(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    hook = watching(tmp_path, model, optimizer)
     for x, y in batches(4):
 
         def closure(x: Tensor = x, y: Tensor = y) -> float:
@@ -218,8 +216,7 @@ def test_two_optimizers_of_a_game(clears: bool, tmp_path: Path) -> None:
     game = Game()
     makes = torch.optim.SGD(game.maker.parameters(), lr=1e-3)
     judges = torch.optim.SGD(game.judge.parameters(), lr=1e-3)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(game, makes)
+    hook = watching(tmp_path, game, makes)
     for x, _ in batches(6):
         makes.zero_grad(set_to_none=False)
         game.judge(game.maker(x)).sum().backward()
@@ -236,8 +233,7 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     torch.compiler.reset()
     inner = small_model()
     optimizer = torch.optim.SGD(inner.parameters(), lr=1e-3)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(inner, optimizer)
+    hook = watching(tmp_path, inner, optimizer)
     model: nn.Module = torch.compile(inner, backend="aot_eager")  # type: ignore[assignment]
     for x, y in batches(3):
         in_place(model, optimizer, x, y)
@@ -253,10 +249,8 @@ def test_a_compiled_model(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("clears", [True, False])
 def test_on_a_device_nothing_waits(clears: bool, tmp_path: Path) -> None:
-    model = small_model().cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    hook = Hook(tmp_path, config=CaptureConfig({"metrics": Cadence()}))
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(small_model().cuda(), 1e-3)
+    hook = watching(tmp_path, model, optimizer, config=CaptureConfig({"metrics": Cadence()}))
     given = [(x.cuda(), y.cuda()) for x, y in batches(STEPS)]
     for step, (x, y) in enumerate(given):
         torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")

@@ -8,18 +8,17 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sdk.training import skipping, with_sgd
 from watchstep import Hook, StopTraining, open_run
 from watchstep.errors import ConfigError
 from watchstep.stopping import OnNonfinite
-
-if TYPE_CHECKING:
-    import torch
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
@@ -40,15 +39,11 @@ VARIANTS += [("AdamW", {"foreach": True}), ("AdamW", {"fused": True}), ("SGD", {
 
 
 def network() -> torch.nn.Module:
-    import torch
-
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
 
 
 def batches(bad: set[int], steps: int) -> list[torch.Tensor]:
-    import torch
-
     generator = torch.Generator().manual_seed(5)
     drawn = [torch.randn(3, 4, generator=generator) for _ in range(steps)]
     for step in bad:
@@ -86,9 +81,12 @@ def train(
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def equal(first: Any, second: Any) -> bool:
-    import torch
+def bad_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.full((1, 4), math.nan)).sum().backward()
+    optimizer.step()
 
+
+def equal(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor):
         return torch.equal(first, second)
     if isinstance(first, dict):
@@ -106,8 +104,6 @@ class _Optimizer:
 
     @classmethod
     def of(cls, parameters: Any) -> Any:
-        import torch
-
         rule = cls()
 
         class Made(torch.optim.Optimizer):
@@ -124,8 +120,6 @@ class _Optimizer:
 def test_a_skipped_update_changes_neither_the_model_nor_the_optimizer(
     tmp_path: Path, name: str, arguments: dict[str, Any]
 ) -> None:
-    import torch
-
     if not hasattr(torch.optim, name):
         pytest.skip(f"PyTorch {torch.__version__} has no {name}")
 
@@ -145,29 +139,11 @@ def test_a_skipped_update_changes_neither_the_model_nor_the_optimizer(
 
 
 def test_the_first_gradients_of_a_closure_decide(tmp_path: Path) -> None:
-    import torch
-
     inputs = batches({1, 4}, 6)
     with Hook(tmp_path, on_nonfinite="skip") as hook:
         state = train(lambda p: torch.optim.LBFGS(p, max_iter=2), inputs, hook=hook, closure=True)
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
     assert hook.health["counts"]["skipped_updates"] == 2
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.sets(st.integers(0, 9)))
-def test_training_equals_one_without_the_bad_batches(
-    tmp_path_factory: pytest.TempPathFactory, bad: set[int]
-) -> None:
-    import torch
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-    inputs = batches(bad, 10)
-    with Hook(tmp_path_factory.mktemp("runs"), on_nonfinite="skip") as hook:
-        state = train(make, inputs, hook=hook)
-    assert equal(state, train(make, [x for step, x in enumerate(inputs) if step not in bad]))
 
 
 @pytest.mark.parametrize(
@@ -183,13 +159,10 @@ def test_training_equals_one_without_the_bad_batches(
 def test_training_stops_before_the_update(
     tmp_path: Path, policy: str, bad: set[int], stopped_at: int | None
 ) -> None:
-    import torch
-
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     before = copy.deepcopy(model.state_dict())
-    hook = Hook(tmp_path, run="r", on_nonfinite=policy)
-    hook.watch(model, optimizer)
+    hook = skipping(tmp_path, model, optimizer, policy, run="r")
     stopped, reason = None, ""
     try:
         for x in batches(bad, 8):
@@ -211,13 +184,9 @@ def test_training_stops_before_the_update(
 
 
 def test_updates_that_a_gradient_scaler_skips_are_left_to_it(tmp_path: Path) -> None:
-    import torch
-
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(network(), 0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    with Hook(tmp_path, run="r", on_nonfinite="stop") as hook:
-        hook.watch(model, optimizer)
+    with skipping(tmp_path, model, optimizer, "stop", run="r") as hook:
         for x in batches({1, 2}, 5):
             optimizer.zero_grad()
             scaler.scale(model(x).pow(2).mean()).backward()
@@ -234,7 +203,6 @@ def test_gradients_that_become_non_finite_after_a_scaler_checked_them_on_a_devic
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, skips: bool
 ) -> None:
     import numpy as np
-    import torch
 
     from watchstep.pytorch.parameters import amp
 
@@ -245,10 +213,8 @@ def test_gradients_that_become_non_finite_after_a_scaler_checked_them_on_a_devic
             return np.array([float(skips)])
 
     monkeypatch.setattr(amp, "scaling_of", lambda _optimizer: amp.Scaling(overflow=Flag()))  # type: ignore[arg-type]
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Hook(tmp_path, on_nonfinite="skip") as hook:
-        hook.watch(model, optimizer)
+    model, optimizer = with_sgd(network(), 0.01)
+    with skipping(tmp_path, model, optimizer) as hook:
         for x in batches(set(), 3):
             optimizer.zero_grad()
             model(x).pow(2).mean().backward()
@@ -263,14 +229,11 @@ def test_gradients_that_become_non_finite_after_a_scaler_checked_them_on_a_devic
 
 
 def test_each_optimizer_is_decided_about_by_itself(tmp_path: Path) -> None:
-    import torch
-
     good, bad = network(), network()
     first = torch.optim.SGD(good.parameters(), lr=0.1)
     second = torch.optim.SGD(bad.parameters(), lr=0.1)
     start = copy.deepcopy(bad.state_dict())
-    with Hook(tmp_path, on_nonfinite="skip") as hook:
-        hook.watch(good, first)
+    with skipping(tmp_path, good, first) as hook:
         hook.watch(bad, second)
         x = torch.ones(2, 4)
         (good(x).pow(2).mean() + bad(x * math.inf).mean()).backward()
@@ -279,19 +242,6 @@ def test_each_optimizer_is_decided_about_by_itself(tmp_path: Path) -> None:
     assert equal(bad.state_dict(), start)
     assert not equal(good.state_dict(), start)
     assert hook.health["counts"]["skipped_updates"] == 1
-
-
-def test_gradients_are_visible_after_a_skipped_update(tmp_path: Path) -> None:
-    import torch
-
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Hook(tmp_path, on_nonfinite="skip") as hook:
-        hook.watch(model, optimizer)
-        model(torch.full((1, 4), math.nan)).sum().backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        optimizer.step()
-        assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
 
 
 class Decaying(_Optimizer):
@@ -336,10 +286,7 @@ def test_updates_of_any_optimizer_are_skipped(tmp_path: Path, kind: type[_Optimi
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_hooks_of_the_program_see_its_gradients_and_may_change_them(tmp_path: Path, where: str) -> None:
-    import torch
-
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd(network())
     weights = list(model.parameters())
     norms: list[float] = []
 
@@ -351,8 +298,7 @@ def test_hooks_of_the_program_see_its_gradients_and_may_change_them(tmp_path: Pa
 
     register = optimizer.register_step_pre_hook if where == "before" else optimizer.register_step_post_hook
     register(divide)
-    with Hook(tmp_path, on_nonfinite="skip") as hook:
-        hook.watch(model, optimizer)
+    with skipping(tmp_path, model, optimizer) as hook:
         for number in range(4):
             optimizer.zero_grad()
             x = torch.ones(2, 4) * (math.nan if where == "after" and number == 1 else 1.0)
@@ -365,8 +311,6 @@ def test_hooks_of_the_program_see_its_gradients_and_may_change_them(tmp_path: Pa
 
 
 def test_an_optimizer_that_changes_parameters_before_its_closure_ends_is_reported(tmp_path: Path) -> None:
-    import torch
-
     class Perturbing(torch.optim.SGD):  # as sharpness-aware minimization
         def step(self, closure: Any = None) -> Any:
             with torch.no_grad():
@@ -382,8 +326,7 @@ def test_an_optimizer_that_changes_parameters_before_its_closure_ends_is_reporte
     model = network()
     optimizer = Perturbing(model.parameters(), lr=0.1)
     start = copy.deepcopy(model.state_dict())
-    with Hook(tmp_path, on_nonfinite="skip") as hook:
-        hook.watch(model, optimizer)
+    with skipping(tmp_path, model, optimizer) as hook:
 
         def closure() -> Any:
             optimizer.zero_grad()
@@ -397,8 +340,6 @@ def test_an_optimizer_that_changes_parameters_before_its_closure_ends_is_reporte
 
 
 def test_gradients_that_change_before_a_retry_are_checked_again(tmp_path: Path) -> None:
-    import torch
-
     class Failing(torch.optim.SGD):
         failures = 1
 
@@ -410,8 +351,7 @@ def test_gradients_that_change_before_a_retry_are_checked_again(tmp_path: Path) 
 
     model = network()
     optimizer = Failing(model.parameters(), lr=0.1)
-    with Hook(tmp_path, on_nonfinite="skip") as hook:
-        hook.watch(model, optimizer)
+    with skipping(tmp_path, model, optimizer):
         model(torch.ones(1, 4)).sum().backward()
         with pytest.raises(RuntimeError, match="once"):
             optimizer.step()
@@ -422,13 +362,10 @@ def test_gradients_that_change_before_a_retry_are_checked_again(tmp_path: Path) 
 
 
 def test_an_optimizer_of_copies_of_the_weights_is_decided_about_too(tmp_path: Path) -> None:
-    import torch
-
     model = network()
     masters = [torch.nn.Parameter(parameter.detach().double()) for parameter in model.parameters()]
     optimizer = torch.optim.SGD(masters, lr=0.1)
-    with Hook(tmp_path, on_nonfinite="skip") as hook:
-        hook.watch(model, optimizer)
+    with skipping(tmp_path, model, optimizer):
         model(torch.full((1, 4), math.nan)).sum().backward()
         for master, parameter in zip(masters, model.parameters(), strict=True):
             master.grad = parameter.grad.double()  # type: ignore[union-attr]
@@ -437,20 +374,16 @@ def test_an_optimizer_of_copies_of_the_weights_is_decided_about_too(tmp_path: Pa
 
 
 def test_a_skipped_step_that_raises_is_retried_with_the_same_decision(tmp_path: Path) -> None:
-    import torch
-
     def fail_once(*_: Any) -> None:
         if not failures:
             failures.append(1)
             raise RuntimeError("once")
 
     failures: list[int] = []
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd(network())
     optimizer.register_step_post_hook(fail_once)
     start = copy.deepcopy(model.state_dict())
-    with Hook(tmp_path, on_nonfinite="skip:1") as hook:
-        hook.watch(model, optimizer)
+    with skipping(tmp_path, model, optimizer, "skip:1") as hook:
         model(torch.full((1, 4), math.nan)).sum().backward()
         with pytest.raises(RuntimeError, match="once"):
             optimizer.step()
@@ -461,8 +394,6 @@ def test_a_skipped_step_that_raises_is_retried_with_the_same_decision(tmp_path: 
 
 
 def test_a_model_that_is_collected_during_a_step_keeps_no_policy_from_deciding(tmp_path: Path) -> None:
-    import torch
-
     from watchstep.pytorch.parameters import optimizer_steps
 
     class Collects:
@@ -488,19 +419,14 @@ def test_a_model_that_is_collected_during_a_step_keeps_no_policy_from_deciding(t
     for each in hooks:
         each.close()
     optimizer_steps.listen(collects)
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Hook(tmp_path, on_nonfinite="skip") as hook:
-        hook.watch(model, optimizer)
-        model(torch.full((1, 4), math.nan)).sum().backward()
-        optimizer.step()
+    model, optimizer = with_sgd(network())
+    with skipping(tmp_path, model, optimizer):
+        bad_step(model, optimizer)
     optimizer_steps.forget(collects)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_a_fault_of_another_listener_keeps_no_policy_from_deciding(tmp_path: Path) -> None:
-    import torch
-
     from watchstep.pytorch.parameters import optimizer_steps
 
     class Fails:
@@ -516,33 +442,23 @@ def test_a_fault_of_another_listener_keeps_no_policy_from_deciding(tmp_path: Pat
 
     fails = Fails()
     optimizer_steps.listen(fails)  # type: ignore[arg-type]
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Hook(tmp_path, on_nonfinite="skip") as hook:
-        hook.watch(model, optimizer)
-        model(torch.full((1, 4), math.nan)).sum().backward()
-        optimizer.step()
+    model, optimizer = with_sgd(network())
+    with skipping(tmp_path, model, optimizer):
+        bad_step(model, optimizer)
     optimizer_steps.forget(fails)  # type: ignore[arg-type]
     assert fails.faults
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_after_close_updates_are_the_program_s(tmp_path: Path) -> None:
-    import torch
-
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, on_nonfinite="skip")
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(network())
+    hook = skipping(tmp_path, model, optimizer)
     hook.close()
-    model(torch.full((1, 4), math.nan)).sum().backward()
-    optimizer.step()
+    bad_step(model, optimizer)
     assert not any(parameter.isfinite().all() for parameter in list(model.parameters())[:2])
 
 
 def test_the_environment_sets_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setenv("WATCHSTEP_ON_NONFINITE", "skip:7")
     inputs = batches({1}, 3)
     with Hook(tmp_path) as hook:

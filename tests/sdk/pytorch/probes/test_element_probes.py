@@ -1,3 +1,5 @@
+"""Probes of single elements that rules request, and that no probe changes a training."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,8 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.sdk.pytorch.probes.test_probes import collected
+from tests.sdk.training import EVERY_STEP, watching, with_sgd
 from watchstep import Cadence, CaptureConfig, Hook, StopTraining, open_run
-from watchstep.capture.config import element_probe, parsed
+from watchstep.capture.config import PROBES, element_probe, parsed
 from watchstep.errors import ConfigError
 from watchstep.format.capture_needs import CaptureNeed, decoded, encoded
 from watchstep.pytorch.probes.activations import UnitActivity
@@ -50,17 +54,15 @@ def test_units_are_counted_over_all_micro_batches_of_a_step(
     probe = UnitActivity("ReLU", (element_probe("inactive_units", percent),))
     for batch in batches:
         results = probe.measure(None, torch.tensor(batch), 0, "train")
-    assert results is not None
     whole = np.concatenate([np.array(batch) for batch in batches])
     inactive = (100 * (whole > 0).sum(0) < percent * len(whole)).sum()
     name = element_probe("inactive_units", percent)
-    assert {key: float(value[0]) for key, value in results.collect().items()} == {
+    assert {key: float(value[0]) for key, value in collected(results).items()} == {
         "units": 6.0,
         name: inactive,
     }
     again = probe.measure(None, torch.ones(2, 6), 1, "train")  # the next step begins anew
-    assert again is not None
-    assert again.collect()[name] == 0
+    assert collected(again)[name] == 0
 
 
 @given(first=FEW, second=FEW, rtol=st.floats(0, 0.5), atol=st.floats(0, 1))
@@ -82,25 +84,22 @@ def test_elements_are_compared_as_numpy_does(
 def test_percentiles_are_interpolated_as_numpy_does(elements: list[float]) -> None:
     probe = PercentileRange((element_probe("percentile_range", 2),))
     gradient = torch.tensor(elements)
-    results = probe.measure(["a"], [gradient], 1, 5)
-    assert results is not None
+    results = collected(probe.measure(["a"], [gradient], 1, 5))
     high, low = np.percentile(gradient.double().numpy(), [95, 5])
-    assert results.collect()["percentile_range:2"][0] == pytest.approx(high - low, rel=1e-4, abs=1e-3)
+    assert results["percentile_range:2"][0] == pytest.approx(high - low, rel=1e-4, abs=1e-3)
     assert probe.measure(["a"], [gradient], 1, 7) is None  # its first steps are over
     spoilt = PercentileRange((element_probe("percentile_range", 1),)).measure(
         ["a"], [torch.tensor([*elements, float("nan")])], 1, 0
     )
-    assert spoilt is not None
-    assert np.isnan(spoilt.collect()["percentile_range:1"][0])
+    assert np.isnan(collected(spoilt)["percentile_range:1"][0])
 
 
 def test_a_change_is_compared_with_the_oldest_record_within_its_steps() -> None:
     probe = WeightChange((element_probe("weight_change", 3, 1e-9), element_probe("weight_change", 0, 1e-9)))
     ratios = []
     for step, value in ((0, 1.0), (2, 2.0), (3, 4.0), (9, 5.0)):
-        results = probe.measure(["a"], [torch.tensor([value])], 1, step)
-        assert results is not None
-        ratios.append([round(float(column[0]), 6) for column in results.collect().values()])
+        results = collected(probe.measure(["a"], [torch.tensor([value])], 1, step))
+        ratios.append([round(float(column[0]), 6) for column in results.values()])
     assert ratios == [[-1.0, -1.0], [1.0, 1.0], [3.0, 1.0], [-1.0, 0.25]]
 
 
@@ -130,8 +129,7 @@ CALLS = CaptureConfig(overhead_budget=None, probes=("channels", "function_calls"
 
 def test_calls_of_functions_are_recorded_by_module_and_number_and_modules_not_twice(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Calls())
-    with Hook(tmp_path, config=CALLS) as hook:
-        hook.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with watching(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), config=CALLS) as hook:
         model(torch.randn(8, 4)).sum().backward()
     rows = open_run(hook.run_url).rows()
     found = {
@@ -145,8 +143,7 @@ def test_calls_of_functions_are_recorded_by_module_and_number_and_modules_not_tw
 
 def test_a_pass_that_fails_leaves_no_mode_behind(tmp_path: Path) -> None:
     model = Calls(fails=True)
-    with Hook(tmp_path, config=CALLS) as hook:
-        hook.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with watching(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), config=CALLS) as hook:
         with pytest.raises(RuntimeError, match="no"):
             model(torch.randn(8, 4))
         assert torch.overrides._get_current_function_mode() is None
@@ -160,8 +157,7 @@ def test_a_pass_that_fails_leaves_no_mode_behind(tmp_path: Path) -> None:
 def test_a_partly_compiled_model_is_not_hooked(tmp_path: Path) -> None:
     compiled: nn.Module = torch.compile(nn.Linear(4, 4), backend="eager")  # type: ignore[assignment]
     model = nn.Sequential(compiled, Calls())
-    with Hook(tmp_path, config=CALLS) as hook:
-        hook.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with watching(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), config=CALLS) as hook:
         model(torch.randn(8, 4)).sum().backward()
     assert "is compiled" in hook.health["notes"]["function_calls"]
     assert not any("relu" in info.name for info in open_run(hook.run_url).rows().catalogue)
@@ -184,8 +180,7 @@ def test_a_guard_judges_by_elements_before_the_next_step(tmp_path: Path) -> None
     (tmp_path / "rules.yaml").write_text(
         "rules: [{rule: sagemaker_dead_relu, actions: [stop]}]", encoding="utf-8"
     )
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = with_sgd(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), 0.0)
 
     def train(hook: Hook) -> None:
         hook.watch(model, optimizer)
@@ -235,3 +230,69 @@ def test_invalid_needs_of_a_launcher_are_reported(
     monkeypatch.setenv("WATCHSTEP_NEEDS", text)
     with pytest.raises(ConfigError, match="WATCHSTEP_NEEDS is not valid"):
         Hook(tmp_path)
+
+
+STEPS = 60
+
+
+class Reader(nn.Module):
+    """Tokens, normalisation, a layer with equal initial weights, and a layer that is in no optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(20, 8, padding_idx=0), nn.Linear(8, 6)
+        self.norm, self.not_in_optimizer, self.head = nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 3)
+        nn.init.constant_(self.inner.weight, 0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.inner(self.words(tokens).mean(1))))
+        scores: Tensor = self.head(self.not_in_optimizer(hidden))
+        return scores
+
+
+def losses(hook: Hook | None, *, clears: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = Reader()
+    chosen = [p for name, p in model.named_parameters() if "not_in_optimizer" not in name]
+    optimizer = torch.optim.SGD(chosen, lr=0.01, momentum=0.9)
+    if hook is not None:
+        hook.watch(model, optimizer)
+    found = []
+    for _ in range(STEPS):
+        tokens, labels = torch.randint(0, 20, (16, 5)), torch.randint(0, 3, (16,))
+        if clears:
+            optimizer.zero_grad(set_to_none=False)
+        outputs = model(tokens)
+        loss = nn.functional.cross_entropy(outputs, labels)
+        loss.backward()
+        if hook is not None:
+            hook.record(labels=labels, outputs=outputs)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+ELEMENTS = CaptureConfig(
+    overhead_budget=None,
+    probes=(
+        *PROBES,
+        element_probe("inactive_units", 1.0),
+        element_probe("saturated_units", "Tanh", -9.5, 9.5, 1.0),
+        element_probe("unchanged", 1e-5, 1e-8, "False"),
+        element_probe("weight_change", 3, 1e-9),
+        element_probe("token_count", 0),
+        element_probe("channel_sum", 1),
+        element_probe("percentile_range", 10),
+        "input_variance",
+        "function_calls",
+    ),
+)
+
+
+@pytest.mark.parametrize("config", [EVERY_STEP, CaptureConfig(), ELEMENTS])
+@pytest.mark.parametrize("clears", [True, False])
+def test_losses_are_the_same(config: CaptureConfig, clears: bool, tmp_path: Path) -> None:
+    with Hook(tmp_path, config=config) as hook:
+        watched = losses(hook, clears=clears)
+    assert hook.health["faults"] == {}
+    assert watched == losses(None, clears=clears)

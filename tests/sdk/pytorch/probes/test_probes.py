@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.sdk.training import EVERY_STEP, recorded
-from watchstep import Hook
-from watchstep.pytorch.probes.activations import ChannelProbe, ClassCounts
+from tests.sdk.training import EVERY_STEP, batches, recorded, train_step, watching, with_sgd
+from watchstep import CaptureConfig, Hook, Run
+from watchstep.errors import ConfigError
+from watchstep.pytorch.probes.activations import ChannelProbe, ClassCounts, TokenProbe
 from watchstep.pytorch.probes.staging import views
-from watchstep.pytorch.probes.weights import GradientCosine
+from watchstep.pytorch.probes.weights import GradientCosine, UnitSpread
+
+
+def collected(measurement: Any) -> dict[str, Any]:
+    """The columns of a probe that measured something."""
+    assert measurement is not None
+    columns: dict[str, Any] = measurement.collect()
+    return columns
 
 
 def counted(module: nn.Module, *passes: Tensor) -> tuple[float, float, float]:
@@ -21,8 +32,7 @@ def counted(module: nn.Module, *passes: Tensor) -> tuple[float, float, float]:
     probe, found = ChannelProbe(module), None
     for values in passes:
         found = probe.measure(values, 0, "train")
-    assert found is not None
-    columns = found.collect()
+    columns = collected(found)
     return tuple(columns[f"{kind}channels"].item() for kind in ("", "dead_", "saturated_"))  # type: ignore[return-value]
 
 
@@ -46,8 +56,7 @@ def test_micro_batches_are_one_step() -> None:
     probe = ChannelProbe(nn.ReLU())
     for step, dead in ((0, 2), (1, 2)):
         found = probe.measure(first if step == 0 else second, step, "train")
-        assert found is not None
-        assert found.collect()["dead_channels"].tolist() == [dead]
+        assert collected(found)["dead_channels"].tolist() == [dead]
 
 
 @pytest.mark.parametrize(
@@ -77,10 +86,8 @@ def test_channels_are_in_the_record(tmp_path: Path) -> None:
     with torch.no_grad():
         first.weight.zero_()
         first.bias.copy_(torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0, 1.0]))
-    model = nn.Sequential(first, nn.ReLU(), nn.Linear(6, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    model, optimizer = with_sgd(nn.Sequential(first, nn.ReLU(), nn.Linear(6, 1)), 1e-3)
+    hook = watching(tmp_path, model, optimizer)
     for _ in range(2):  # two micro-batches
         model(torch.randn(5, 4)).sum().backward()
     optimizer.step()
@@ -95,8 +102,7 @@ def test_the_cosine_to_the_gradient_before() -> None:
     seen = []
     for first in (g, 2 * g, -g, torch.zeros_like(g)):
         found = cosine.measure([owner, other], [first, torch.ones(3)], 2)
-        assert found is not None
-        seen.append(found.collect()["gradient_cosine"])
+        seen.append(collected(found)["gradient_cosine"])
     assert np.allclose(np.array(seen)[:, 0], [np.nan, 1, -1, np.nan], equal_nan=True)
     assert np.allclose(np.array(seen)[1:, 1], 1)
     assert cosine.measure([owner], [torch.eye(3).to_sparse()], 1) is None
@@ -154,3 +160,193 @@ def test_class_counts_are_recorded_with_labels(tmp_path: Path) -> None:
     rows = recorded(hook).tensor("labels").statistics().to_pydict()
     assert rows["probe.labels_counted"] == [3.0, 6.0]
     assert rows["probe.smallest_class"] == [1.0, 2.0]
+
+
+LABELS = torch.tensor([0, 0, 0, 1, 2, 2, -100])
+GUESSES = torch.tensor([0, 2, 2, 1, 2, 0, 1])
+FIGURES = ("examples", "correct", "confused", "confused_with")
+
+
+def figures(run: Run, name: str) -> list[tuple[float | None, ...]]:
+    rows = run.tensor(name).statistics().to_pydict()
+    return list(zip(*(rows[f"probe.{figure}"] for figure in FIGURES), strict=True))
+
+
+def recorded_pairs(store: Path, labels: Tensor, outputs: Tensor, times: int = 1) -> Run:
+    hook = Hook(store, config=EVERY_STEP)
+    for _ in range(times):
+        hook.record(outputs=outputs, labels=labels)
+        hook.step()
+    return recorded(hook)
+
+
+@pytest.mark.parametrize("scores", [True, False])
+def test_counts_of_each_class(scores: bool, tmp_path: Path) -> None:
+    outputs = torch.nn.functional.one_hot(GUESSES, 3).float() if scores else GUESSES
+    run = recorded_pairs(tmp_path, LABELS, outputs, times=2)
+    assert figures(run, "confusion/0") == [(3, 1, 2, 2), (6, 2, 4, 2)]
+    assert figures(run, "confusion/1") == [(1, 1, 0, None), (2, 2, 0, None)]
+    assert figures(run, "confusion/2") == [(2, 1, 1, 0), (4, 2, 2, 0)]
+    rows = run.tensor("confusion/0").statistics().to_pydict()
+    assert rows["mean"] == [pytest.approx(1 / 3)] * 2
+    assert run.tensor("confusion/0").info.role == "confusion"
+
+
+def test_a_class_without_examples_has_no_share(tmp_path: Path) -> None:
+    run = recorded_pairs(tmp_path, torch.tensor([0, 0]), torch.eye(3)[:2])
+    rows = run.tensor("confusion/2").statistics().to_pydict()
+    assert (rows["count"], rows["probe.examples"]) == ([0], [0.0])
+
+
+def test_the_last_batch_of_a_step_has_taken_in_the_others(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    for _ in range(3):
+        hook.record(labels=LABELS)
+        hook.record(predictions=GUESSES)
+    hook.step()
+    assert figures(recorded(hook), "confusion/0") == [(9, 3, 6, 2)]
+
+
+def test_counts_begin_anew(tmp_path: Path) -> None:
+    run = recorded_pairs(tmp_path, torch.zeros(400, dtype=torch.int64), torch.eye(2)[[0] * 400], times=4)
+    assert [row[0] for row in figures(run, "confusion/0")] == [400, 800, 1200, 400]
+
+
+def test_classes_that_come_later_make_the_matrix_larger(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    for labels in (torch.tensor([0, 1]), torch.tensor([0, 3])):
+        hook.record(labels=labels, outputs=torch.tensor([0, 1]))
+        hook.step()
+    run = recorded(hook)
+    assert figures(run, "confusion/0") == [(1, 1, 0, None), (2, 2, 0, None)]
+    assert figures(run, "confusion/3") == [(1, 0, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("labels", "outputs"),
+    [
+        (torch.zeros(4), torch.zeros(4, 2)),  # measured targets
+        (torch.zeros(4, 7, dtype=torch.int64), torch.zeros(4, 2)),  # tokens
+        (torch.zeros(4, dtype=torch.int64), torch.zeros(5, 2)),  # of other examples
+        (torch.zeros(4, dtype=torch.int64), torch.zeros(4, 101)),  # too many classes
+        (torch.zeros(4, dtype=torch.int64), torch.zeros(4, 1)),  # one number is no class
+        (torch.full((4,), 100), torch.zeros(4, dtype=torch.int64)),
+        (torch.zeros(0, dtype=torch.int64), torch.zeros(0, 2)),
+    ],
+)
+def test_what_is_no_class_is_not_counted(labels: Tensor, outputs: Tensor, tmp_path: Path) -> None:
+    assert not [
+        name for name in recorded_pairs(tmp_path, labels, outputs).tensors() if name.startswith("confusion")
+    ]
+
+
+def test_halves_of_different_steps_and_modes_do_not_meet(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    hook.record(labels=LABELS)
+    hook.step()
+    hook.record(outputs=GUESSES)
+    hook.record(labels=LABELS, mode="eval")
+    assert not [name for name in recorded(hook).tensors() if name.startswith("confusion")]
+
+
+def shares(tokens: torch.Tensor, module: nn.Module, *values: int) -> tuple[float, float]:
+    columns = collected(TokenProbe(module, values, ("token_shares",)).measure(tokens))
+    return columns["token_share"].item(), columns["top_token_share"].item()
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
+def test_shares_are_counts_over_all(tokens: list[int]) -> None:
+    most = max(tokens.count(token) for token in tokens) / len(tokens)
+    tensor, module = torch.tensor(tokens), nn.Embedding(5, 2)
+    assert shares(tensor, module) == pytest.approx((tokens.count(0) / len(tokens), most))
+    padded = nn.Embedding(5, 2, padding_idx=3)
+    assert shares(tensor, padded)[0] == pytest.approx(tokens.count(3) / len(tokens))
+    assert shares(tensor, padded, 1, 2)[0] == pytest.approx((tokens.count(1) + tokens.count(2)) / len(tokens))
+
+
+def test_long_inputs_are_sampled() -> None:
+    tokens = torch.zeros(40_000, dtype=torch.int64)
+    tokens[::2] = torch.randint(1, 1000, (20_000,), generator=torch.Generator().manual_seed(0))
+    watched, top = shares(tokens.view(200, 200), nn.Embedding(1000, 2))
+    assert watched == top == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("padding", [[0, 1], "pad", float("nan")])
+def test_a_module_that_calls_something_else_its_padding_index_is_watched(padding: object) -> None:
+    module = nn.Linear(2, 2)
+    module.padding_idx = padding  # type: ignore[assignment]
+    assert not TokenProbe(module, (), ("token_shares",)).applies
+
+
+def test_other_modules_and_empty_inputs_have_none() -> None:
+    assert not TokenProbe(nn.Linear(2, 2), (), ("token_shares",)).applies
+    assert (
+        TokenProbe(nn.Embedding(2, 2), (), ("token_shares",)).measure(torch.zeros(0, dtype=torch.int64))
+        is None
+    )
+
+
+def test_they_are_recorded_with_the_embeddings_output(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, 1))
+    hook = Hook(tmp_path, config=CaptureConfig(overhead_budget=None, token_values=(7,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook.watch(model, optimizer)
+    model(torch.tensor([[7, 7, 7], [7, 1, 2]])).sum().backward()
+    optimizer.step()
+    rows = recorded(hook).tensor("0:output").statistics().to_pydict()
+    assert rows["probe.token_share"] == rows["probe.top_token_share"] == [pytest.approx(4 / 6)]
+
+
+def test_values_are_whole_numbers() -> None:
+    with pytest.raises(ConfigError, match="token_values"):
+        CaptureConfig(token_values=[0])  # type: ignore[arg-type]
+
+
+def trained(store: Path, *, also_the_head: bool) -> Run:
+    torch.manual_seed(0)
+    trunk, head = nn.Linear(8, 6), nn.Linear(6, 2)
+    model = nn.Sequential(trunk, nn.Tanh(), head)
+    for layer in (trunk, *([head] if also_the_head else [])):
+        nn.init.constant_(layer.weight, 0.1)
+        nn.init.constant_(layer.bias, 0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    hook = watching(store, model, optimizer)
+    for x, y in batches(8):
+        train_step(model, optimizer, x, y)
+    return recorded(hook)
+
+
+def test_units_that_nothing_distinguishes(tmp_path: Path) -> None:
+    rows = trained(tmp_path, also_the_head=True).tensor("0.weight").statistics().to_pydict()
+    spread, movement = rows["probe.unit_spread"], rows["probe.unit_movement"]
+    assert spread[0] == movement[0] == 0
+    assert movement[-1] > 1e-3
+    assert all(distance <= 1e-3 * moved for distance, moved in zip(spread, movement, strict=True))
+
+
+def test_units_that_part(tmp_path: Path) -> None:
+    rows = trained(tmp_path, also_the_head=False).tensor("0.weight").statistics().to_pydict()
+    spread = rows["probe.unit_spread"]
+    assert spread[0] == 0
+    assert any(distance is not None and distance > 0 for distance in spread)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [torch.ones(4), torch.ones(1, 5), torch.ones(3, 0), torch.eye(3).to_sparse(), torch.ones(2, 2).int()],
+)
+def test_what_has_no_units_to_compare(weight: torch.Tensor) -> None:
+    probe = UnitSpread()
+    assert probe.measure([weight]) is None
+    assert probe.measure([weight]) is None
+
+
+def test_what_it_measures() -> None:
+    weight, moved = torch.tensor([[1.0, 2.0], [1.0, 2.5]]), torch.ones(2, 3, 300)
+    probe = UnitSpread()
+    found = collected(probe.measure([weight, moved]))
+    assert [column.tolist() for column in found.values()] == [[0.5, 0.0], [0.0, 0.0]]
+    moved += 0.25
+    spread, movement = collected(probe.measure([weight, moved])).values()
+    assert np.isnan(spread[0])
+    assert (spread[1], movement[1]) == (0.0, 0.25)

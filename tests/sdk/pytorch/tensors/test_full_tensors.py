@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.sdk.training import small_model
-from watchstep import Bounds, Cadence, CaptureConfig, Collection, Hook, Run, Snapshots, TensorLimits, open_run
-from watchstep.errors import StoreError
+from tests.sdk.training import Composed, small_model, with_sgd
+from watchstep import Cadence, CaptureConfig, Collection, Hook, Run, TensorLimits, open_run
 from watchstep.format.snapshot import infos_of
-from watchstep.store.store import Store
 
 SAVED = Collection(None, tensors=Cadence())
 ALL = (
@@ -71,6 +66,14 @@ def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
         assert bits(found[name]) == bits(tensor), name
 
 
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if name.endswith("weight")}
+
+
+def gradients_of(model: nn.Module, scale: float = 1.0) -> dict[str, Tensor]:
+    return {f"{name}:gradient": p.grad / scale for name, p in model.named_parameters() if p.grad is not None}
+
+
 def outputs_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the last outputs of modules without children, made by hooks of the test's own."""
     outputs: dict[str, Tensor] = {}
@@ -104,9 +107,7 @@ def test_every_kind(tmp_path: Path) -> None:
         optimizer.zero_grad()
         loss.backward()
         named = {name: p.detach().clone() for name, p in model.named_parameters()}
-        gradients = {
-            f"{name}:gradient": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-        }
+        gradients = gradients_of(model)
         buffers = {name: b.clone() for name, b in model.named_buffers() if name.startswith("1.running")}
         optimizer.step()
         state = {
@@ -147,8 +148,7 @@ def test_every_kind(tmp_path: Path) -> None:
 
 
 def test_descriptions_are_saved(tmp_path: Path) -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd(small_model())
     hook = hook_saving(tmp_path)
     hook.watch(model, optimizer)
     model(torch.ones(2, 8)).sum().backward()
@@ -243,20 +243,6 @@ def test_every_dtype_and_layout(tmp_path: Path) -> None:
     assert hook.health["counts"].get("dropped_tensors", 0) == 0
 
 
-def test_low_precision_models(tmp_path: Path) -> None:
-    model = small_model().to(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outputs = outputs_of(model)
-    hook = hook_saving(tmp_path)
-    hook.watch(model, optimizer)
-    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
-    weights = {n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("weight")}
-    optimizer.step()
-    found = objects_of(finished(hook), tmp_path)
-    assert_equal(found[0, "train", "activations"], outputs)
-    assert_equal(found[0, "train", "weights"], weights)
-
-
 @pytest.mark.parametrize("scale", [2.0**10, 1000.0])
 def test_gradients_are_saved_without_the_scale_of_a_scaler(tmp_path: Path, scale: float) -> None:
     model = small_model()
@@ -275,11 +261,7 @@ def test_gradients_are_saved_without_the_scale_of_a_scaler(tmp_path: Path, scale
         if step == 1:
             next(model.parameters()).grad[0, 0] = float("inf")  # type: ignore[index]
         else:
-            expected[step] = {
-                f"{name}:gradient": p.grad / factor
-                for name, p in model.named_parameters()
-                if p.grad is not None
-            }
+            expected[step] = gradients_of(model, factor)
         last = dict(outputs)
         scaler.step(optimizer)
         scaler.update()
@@ -293,8 +275,7 @@ def test_gradients_are_saved_without_the_scale_of_a_scaler(tmp_path: Path, scale
 
 
 def test_accumulated_gradients_and_the_activations_of_the_first_micro_batch(tmp_path: Path) -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd(small_model())
     outputs = outputs_of(model)
     hook = hook_saving(tmp_path, dict.fromkeys(("gradients", "activations", "losses"), SAVED))
     hook.watch(model, optimizer)
@@ -306,11 +287,7 @@ def test_accumulated_gradients_and_the_activations_of_the_first_micro_batch(tmp_
             if part == 0:
                 first, first_loss = dict(outputs), loss.detach().double()
             loss.backward()
-        expected[step] = (
-            first,
-            {f"{n}:gradient": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
-            {"loss": first_loss},
-        )
+        expected[step] = first, gradients_of(model), {"loss": first_loss}
         optimizer.step()
     found = objects_of(finished(hook), tmp_path)
     for step, (activations, gradients, losses) in expected.items():
@@ -327,26 +304,16 @@ def test_several_optimizers_and_updates_of_a_step_make_one_object(tmp_path: Path
     hook.watch(model, primary)
     expected = {}
     for step in range(2):
-        weights = {n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("weight")}
-        gradients: dict[str, Tensor] = {}
+        weights = weights_of(model)
         for update in range(3):  # the critic's first update is saved
             model.zero_grad()
             model(torch.full((2, 8), 1.0 + update + step)).pow(2).sum().backward()
             if update == 0:
-                gradients |= {
-                    f"3.{n}:gradient": p.grad.clone()
-                    for n, p in model[3].named_parameters()
-                    if p.grad is not None
-                }
+                of_critic = {name: g for name, g in gradients_of(model).items() if name.startswith("3.")}
             if update < 2:
                 critic.step()
-        gradients |= {
-            f"{n}:gradient": p.grad.clone()
-            for n, p in model.named_parameters()
-            if p.grad is not None and not n.startswith("3.")
-        }
+        expected[step] = weights, gradients_of(model) | of_critic
         primary.step()
-        expected[step] = weights, gradients
     found = objects_of(finished(hook), tmp_path)
     assert len(found) == 4
     for step, (weights, gradients) in expected.items():
@@ -365,12 +332,10 @@ def test_a_closure_is_saved_as_at_its_first_call(tmp_path: Path) -> None:
         optimizer.zero_grad()
         loss: Tensor = model(torch.ones(2, 8)).pow(2).sum()
         loss.backward()
-        calls.append(
-            {f"{n}:gradient": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
+        calls.append(gradients_of(model))
         return loss
 
-    weights = {n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("weight")}
+    weights = weights_of(model)
     optimizer.step(closure)
     found = objects_of(finished(hook), tmp_path)
     assert len(calls) > 1
@@ -379,8 +344,7 @@ def test_a_closure_is_saved_as_at_its_first_call(tmp_path: Path) -> None:
 
 
 def test_of_an_evaluation_the_first_due_batch(tmp_path: Path) -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd(small_model())
     outputs = outputs_of(model)
     evaluated = Collection(None, tensors=Cadence(2, modes=("eval",)))
     hook = hook_saving(tmp_path, {"activations": evaluated, "labels": evaluated, "losses": SAVED})
@@ -410,8 +374,7 @@ def test_of_an_evaluation_the_first_due_batch(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_examples_and_channels(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(0)))
     outputs = outputs_of(model)
     limits = TensorLimits(rows=(1, 3), channels=(2, 100))
     part = Collection(None, tensors=Cadence(), tensor_limits=limits)
@@ -451,18 +414,13 @@ class Refusing(Tensor):
 
 
 def test_what_cannot_be_saved_is_counted_and_named(tmp_path: Path) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(4, 3, sparse=True)
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = self.layer(self.embedding(x))
-            return output
-
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd(
+        Composed(
+            lambda module, x: module.layer(module.embedding(x)),
+            embedding=nn.Embedding(4, 3, sparse=True),
+            layer=nn.Linear(3, 2),
+        )
+    )
     hook = hook_saving(tmp_path, {"gradients": SAVED, "weights": SAVED, "custom": SAVED})
     hook.watch(model, optimizer)
     model(torch.tensor([0, 1])).sum().backward()
@@ -492,61 +450,6 @@ def test_what_cannot_be_saved_is_counted_and_named(tmp_path: Path) -> None:
         assert name in notes["tensors of custom"]
 
 
-@pytest.fixture
-def held() -> Iterator[threading.Event]:
-    """Released at the end of a test, also of a failed one."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-@pytest.mark.parametrize("fault", ["hangs", "refuses"])
-def test_a_store_that_fails_delays_no_training_and_memory_is_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: threading.Event, fault: str
-) -> None:
-    write = Store.create_in_parts
-
-    def fails(self: Store, key: str, size: int, parts: Any) -> bool:
-        if fault == "hangs":
-            held.wait(60)
-            return write(self, key, size, parts)
-        raise StoreError("store: down", "wait")
-
-    monkeypatch.setattr(Store, "create_in_parts", fails)
-    limit = 20_000
-    hook = hook_saving(
-        tmp_path,
-        snapshots=Snapshots(memory_bytes=limit),
-        bounds=Bounds(close_seconds=1.0),
-        overhead_budget=None,
-    )
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook.watch(model, optimizer)
-    memory = hook._session.snapshot_writer.memory
-    allocated: list[int] = []
-    plain = memory.allocate
-
-    def allocate(size: int) -> NDArray[np.uint8]:
-        allocated.append(size)
-        return plain(size)
-
-    memory.allocate = allocate
-    for _ in range(100):
-        optimizer.zero_grad()
-        model(torch.ones(4, 8)).sum().backward()
-        optimizer.step()
-        assert memory.available >= 0
-    # Nothing was released, so what was allocated is what is in use.
-    assert sum(allocated) <= limit
-    hook.close()
-    counts = hook.health["counts"]
-    assert counts["dropped_tensors"] > 0
-    assert counts["dropped_snapshots"] > 0
-    run = open_run(hook.run_url)
-    assert [info for info in run.rows().catalogue if info.role == "saved"] == []
-
-
 def test_a_retried_update_saves_the_gradients_of_the_update_that_was_made(tmp_path: Path) -> None:
     model = small_model()
 
@@ -565,9 +468,7 @@ def test_a_retried_update_saves_the_gradients_of_the_update_that_was_made(tmp_pa
     for attempt in range(2):
         model.zero_grad()
         model(torch.full((2, 8), 1.0 + attempt)).pow(2).sum().backward()
-        gradients = {
-            f"{n}:gradient": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-        }
+        gradients = gradients_of(model)
         try:
             optimizer.step()
         except RuntimeError:

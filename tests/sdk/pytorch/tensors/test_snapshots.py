@@ -14,28 +14,30 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from tests.sdk.training import Training, batches, small_model
+from tests.sdk.training import Training, batches, closure_of, small_model, watched_training, with_sgd
 from watchstep import Cadence, CaptureConfig, Collection, Hook, Run, Snapshots, TensorLimits, open_run
 from watchstep.capture.config import ADAPTIVE
 from watchstep.errors import NotFoundError
 from watchstep.format.control import ControlDocument, SnapshotRequest, StopRequest
 from watchstep.format.snapshot import Snapshot
-from watchstep.store.store import Store
 
 
-def hook_with(place: Path | str, **options: Any) -> Hook:
+def hook_with(place: Path, **options: Any) -> Hook:
     return Hook(place, run="r", config=CaptureConfig(collections={}, snapshots=Snapshots(**options)))
 
 
-def hook_saving(place: Path | str, every: int, ring_bytes: int | None = None) -> Hook:
-    """A hook that saves weights, biases and gradients on a cadence, beside snapshots."""
-    limits = TensorLimits(ring_bytes=ring_bytes)
-    saved = Collection(None, tensors=Cadence(every), tensor_limits=limits)
-    return Hook(
-        place,
-        run="r",
-        config=CaptureConfig(collections=dict.fromkeys(("weights", "biases", "gradients"), saved)),
-    )
+def sgd(place: Path, **options: Any) -> tuple[Hook, Training]:
+    """A training whose snapshots have these limits."""
+    training = Training(*with_sgd(small_model()))
+    config = CaptureConfig(collections={}, snapshots=Snapshots(**options))
+    return watched_training(place, training, run="r", config=config)
+
+
+def with_rings(place: Path) -> tuple[Hook, Training]:
+    """A training of which the last weights, biases and gradients are saved, beside snapshots: each object has 1,000 to 2,000 bytes."""
+    saved = Collection(None, tensors=Cadence(1), tensor_limits=TensorLimits(ring_bytes=1_500))
+    config = CaptureConfig(collections=dict.fromkeys(("weights", "biases", "gradients"), saved))
+    return watched_training(place, Training(*with_sgd(small_model())), run="r", config=config)
 
 
 def steps_of(run: Run, collection: str = "") -> list[int]:
@@ -75,38 +77,8 @@ def train(
                     p.copy_(good)
 
 
-def sgd() -> Training:
-    model = small_model()
-    return Training(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_every_tensor_is_read_back_unchanged(store: Store) -> None:
-    hook, training = hook_saving(store.location, every=3), sgd()
-    hook.watch(training.model, training.optimizer)
-    expected: dict[int, dict[str, Tensor]] = {}
-
-    def keep(step: int) -> None:
-        named = dict(training.model.named_parameters())
-        expected[step] = {name: p.detach().clone() for name, p in named.items()}
-        expected[step] |= {
-            f"{name}:gradient": p.grad.clone() for name, p in named.items() if p.grad is not None
-        }
-
-    train(training, 7, each=keep)
-    run = finished(hook)
-    names: dict[int, set[str]] = {}
-    for key in run.snapshots():
-        snapshot = run.open_snapshot(key)
-        assert snapshot.missing == 0
-        for name in snapshot.tensors:
-            np.testing.assert_array_equal(snapshot.read(name), expected[key.step][name].numpy())
-        names[key.step] = names.get(key.step, set()) | set(snapshot.tensors)
-    assert names == {step: set(expected[step]) for step in (0, 3, 6)}
-
-
 def test_a_bad_step_leaves_the_last_good_weights_and_the_bad_gradients(tmp_path: Path) -> None:
-    hook, training = hook_with(tmp_path), sgd()
-    hook.watch(training.model, training.optimizer)
+    hook, training = sgd(tmp_path)
     good: list[Tensor] = []
     train(training, 5, {3}, each=lambda _: good.append(training.model[0].weight.detach().clone()))  # type: ignore[index]
     snapshot = only(finished(hook))
@@ -118,8 +90,7 @@ def test_a_bad_step_leaves_the_last_good_weights_and_the_bad_gradients(tmp_path:
 
 
 def test_a_bad_loss_is_a_bad_step(tmp_path: Path) -> None:
-    hook, training = hook_with(tmp_path), sgd()
-    hook.watch(training.model, training.optimizer)
+    hook, training = sgd(tmp_path)
     training.run(2)
     training.optimizer.zero_grad()
     (training.model(torch.ones(1, 8)).sum() * float("inf")).backward()
@@ -129,19 +100,8 @@ def test_a_bad_loss_is_a_bad_step(tmp_path: Path) -> None:
     assert np.isfinite(snapshot.read("0.weight")).all()
 
 
-def test_of_bad_steps_in_a_row_the_first_and_of_such_runs_two(tmp_path: Path) -> None:
-    hook, training = hook_with(tmp_path), sgd()
-    hook.watch(training.model, training.optimizer)
-    train(training, 14, {2, 3, 4, 7, 9, 12})
-    assert [key.step for key in finished(hook).snapshots()] == [2, 7]
-
-
 def test_a_ring_keeps_what_led_to_a_bad_step(tmp_path: Path) -> None:
-    hook, training = (
-        hook_saving(tmp_path, every=1, ring_bytes=1_500),
-        sgd(),
-    )  # an object has 1,000 to 2,000 bytes
-    hook.watch(training.model, training.optimizer)
+    hook, training = with_rings(tmp_path)
     settle = settler(hook)
     train(training, 20, {10}, each=lambda _: settle())
     run = finished(hook)
@@ -166,8 +126,7 @@ def settler(hook: Hook) -> Callable[[], None]:
 
 
 def test_what_does_not_fit_is_omitted_and_named(tmp_path: Path) -> None:
-    hook, training = hook_with(tmp_path, at_gate=False, memory_bytes=700), sgd()
-    hook.watch(training.model, training.optimizer)
+    hook, training = sgd(tmp_path, at_gate=False, memory_bytes=700)
     hook.snapshot()
     train(training, 1)
     snapshot = only(finished(hook))
@@ -179,8 +138,7 @@ def test_what_does_not_fit_is_omitted_and_named(tmp_path: Path) -> None:
 
 
 def test_of_a_bad_step_the_bad_tensors_come_first(tmp_path: Path) -> None:
-    hook, training = hook_with(tmp_path, memory_bytes=600), sgd()
-    hook.watch(training.model, training.optimizer)
+    hook, training = sgd(tmp_path, memory_bytes=600)
     train(training, 3, {1})
     snapshot = only(finished(hook))
     assert "0.weight:gradient" in snapshot.tensors
@@ -188,8 +146,7 @@ def test_of_a_bad_step_the_bad_tensors_come_first(tmp_path: Path) -> None:
 
 
 def test_without_memory_for_anything_a_snapshot_is_dropped_and_counted(tmp_path: Path) -> None:
-    hook, training = hook_with(tmp_path, memory_bytes=0), sgd()
-    hook.watch(training.model, training.optimizer)
+    hook, training = sgd(tmp_path, memory_bytes=0)
     train(training, 5, each=lambda step: hook.snapshot() if step % 2 == 0 else None)
     assert finished(hook).snapshots() == []
     assert hook.health["counts"]["dropped_snapshots"] == 3
@@ -213,9 +170,8 @@ class Mixed(nn.Module):
         return sum(used, torch.zeros(())) + self.turning.abs().sum()
 
 
-def test_stock_safetensors_reads_a_recorded_snapshot(tmp_path: Path) -> None:
-    model = Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def test_every_dtype_and_layout_is_read_by_us_and_by_stock_safetensors(tmp_path: Path) -> None:
+    model, optimizer = with_sgd(Mixed())
     hook = hook_with(tmp_path)
     hook.watch(model, optimizer)
     hook.snapshot()
@@ -225,7 +181,7 @@ def test_stock_safetensors_reads_a_recorded_snapshot(tmp_path: Path) -> None:
         f"{name}:gradient": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
     }
     optimizer.step()
-    (key,) = finished(hook).snapshots()
+    snapshot = only(finished(hook))
     (path,) = tmp_path.rglob("*.safetensors")
     loaded = safetensors.torch.load_file(path)
     assert loaded.keys() == (due | gradients).keys()
@@ -233,32 +189,16 @@ def test_stock_safetensors_reads_a_recorded_snapshot(tmp_path: Path) -> None:
         assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
         bits = loaded[name].contiguous().reshape(-1).view(torch.uint8)
         assert torch.equal(bits, tensor.contiguous().reshape(-1).view(torch.uint8)), name
+        assert snapshot.read(name).tobytes() == bits.numpy().tobytes()
+        assert snapshot.read(name).shape == tuple(tensor.shape)
+    assert (snapshot.tensors["narrow"].dtype, snapshot.tensors["tiny"].dtype) == ("BF16", "F8_E4M3")
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata() == {
-            "step": str(key.step),
+            "step": "0",
             "reason": "program",
             "parameters": "before the update",
         }
         assert torch.equal(file.get_tensor("narrow"), due["narrow"])
-
-
-def test_every_dtype_and_layout(tmp_path: Path) -> None:
-    model = Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = hook_with(tmp_path)
-    hook.watch(model, optimizer)
-    hook.snapshot()
-    model().backward()
-    due = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer.step()
-    snapshot = only(finished(hook))
-    assert {name for name in snapshot.tensors if ":" not in name} == set(due)
-    for name, tensor in due.items():
-        bits = snapshot.read(name)
-        assert bits.shape == tuple(tensor.shape)
-        assert bits.tobytes() == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    assert snapshot.tensors["narrow"].dtype == "BF16"
-    assert snapshot.tensors["tiny"].dtype == "F8_E4M3"
 
 
 def request(hook: Hook, document: ControlDocument) -> None:
@@ -267,8 +207,7 @@ def request(hook: Hook, document: ControlDocument) -> None:
 
 
 def test_a_request_is_answered_once_however_often_the_document_changes(tmp_path: Path) -> None:
-    hook, training = hook_with(tmp_path), sgd()
-    hook.watch(training.model, training.optimizer)
+    hook, training = sgd(tmp_path)
     requests = (SnapshotRequest("first", 2), SnapshotRequest("second", 5))
 
     def change(step: int) -> None:
@@ -283,8 +222,7 @@ def test_a_request_is_answered_once_however_often_the_document_changes(tmp_path:
 
 @pytest.mark.parametrize("asks", ["stop", "request"])
 def test_a_stop_or_a_request_keeps_the_ring(tmp_path: Path, asks: str) -> None:
-    hook, training = hook_saving(tmp_path, every=1, ring_bytes=1_500), sgd()
-    hook.watch(training.model, training.optimizer)
+    hook, training = with_rings(tmp_path)
     settle = settler(hook)
     document = {
         "stop": ControlDocument(1, stop=StopRequest("other", 10**6, "enough")),
@@ -303,22 +241,6 @@ def test_a_stop_or_a_request_keeps_the_ring(tmp_path: Path, asks: str) -> None:
         assert 1 not in steps_of(run, collection)
 
 
-def test_two_optimizers_make_one_snapshot_of_a_step(tmp_path: Path) -> None:
-    model = small_model()
-    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    second = torch.optim.SGD(model[3].parameters(), lr=0.1)
-    hook = hook_with(tmp_path)
-    hook.watch(model, first)
-    for x, y in batches(3):
-        hook.snapshot()
-        nn.functional.cross_entropy(model(x), y).backward()
-        second.step()
-        first.step()
-    run = finished(hook)
-    assert [key.step for key in run.snapshots()] == [0, 1, 2]
-    assert "dropped_snapshots" not in hook.health["counts"]
-
-
 def test_of_a_closure_the_snapshot_is_taken_before_the_update(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
@@ -326,15 +248,8 @@ def test_of_a_closure_the_snapshot_is_taken_before_the_update(tmp_path: Path) ->
     hook.watch(model, optimizer)
     hook.snapshot()
     ((x, y),) = batches(1)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
     before = next(model.parameters()).detach().clone()
-    optimizer.step(closure)
+    optimizer.step(closure_of(model, optimizer, x, y))
     snapshot = only(finished(hook))
     assert snapshot.metadata["parameters"] == "before the update"
     np.testing.assert_array_equal(snapshot.read("0.weight"), before.numpy())
@@ -347,10 +262,10 @@ def test_what_saved_tensors_cost_is_reported_and_takes_nothing_from_statistics(t
     for saved in (None, Cadence()):
         weights = Collection(ADAPTIVE, tensors=saved)
         config = CaptureConfig(collections={"weights": weights}, clock=lambda: next(ticks))
-        with Hook(tmp_path, run="plain" if saved is None else "saved", config=config) as hook:
-            training = sgd()
-            hook.watch(training.model, training.optimizer)
-            train(training, 30)
+        training = Training(*with_sgd(small_model()))
+        hook, _ = watched_training(tmp_path / str(saved is not None), training, run="r", config=config)
+        train(training, 30)
+        hook.close()
         overhead = hook.health["overhead"]
         measured[saved is not None] = (
             overhead["spent_seconds"],

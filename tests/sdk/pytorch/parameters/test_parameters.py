@@ -1,4 +1,4 @@
-"""Optimizer hyperparameters in the record of every program that steps an optimizer."""
+"""Hyperparameters of optimizers, and parameters that get gradients but belong to no optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.sdk.training import EVERY_STEP, batches, recorded, small_model
+from tests.sdk.training import EVERY_STEP, batches, recorded, small_model, train_step, watching, with_sgd
 from watchstep import Cadence, CaptureConfig, Hook, Run
 
 STEPS = 6
@@ -26,12 +26,9 @@ def trained(
     steps: int = STEPS,
     config: CaptureConfig = EVERY_STEP,
 ) -> Run:
-    hook = Hook(store, config=config)
-    hook.watch(model, optimizer)
+    hook = watching(store, model, optimizer, config=config)
     for step, (x, y) in enumerate(batches(steps)):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        train_step(model, optimizer, x, y)
         each(step)
     return recorded(hook)
 
@@ -87,8 +84,7 @@ def test_values_that_are_tensors_and_change_in_place(tmp_path: Path) -> None:
 
 
 def test_what_has_not_changed_is_recorded_again_after_a_thousand_steps(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = with_sgd(nn.Sequential(nn.Linear(8, 2)), 0.5)
     config = CaptureConfig({"metrics": Cadence()}, system=None)
     run = trained(tmp_path, model, optimizer, steps=1002, config=config)
     assert series(run, "optimizer:learning_rate/0") == {0: 0.5, 1000: 0.5}
@@ -124,8 +120,7 @@ def test_labels_distinguish_groups_and_are_not_taken_for_losses(tmp_path: Path) 
 def test_a_program_of_very_many_groups_has_the_first_on_record(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(70)), nn.Linear(2, 8))
     optimizer = torch.optim.SGD([{"params": layer.parameters()} for layer in model], lr=0.1)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    hook = watching(tmp_path, model, optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     run = recorded(hook)
@@ -140,8 +135,110 @@ def test_nothing_where_metrics_are_not_recorded(tmp_path: Path) -> None:
 
 
 def test_sql_reads_them(tmp_path: Path) -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = with_sgd(small_model(), 0.5)
     run = trained(tmp_path, model, optimizer)
     query = "SELECT step, mean FROM statistics WHERE tensor LIKE 'optimizer%:learning_rate/%'"
     assert run.sql(query).to_pydict() == {"step": [0], "mean": [0.5]}
+
+
+THREE_REPORTS = 51  # steps; rows about parameters outside of optimizers come at steps 0, 25 and 50
+
+
+def trained_with(
+    store: Path, model: nn.Module, *optimizers: torch.optim.Optimizer, by_hand: bool = False
+) -> Run:
+    hook = Hook(store)
+    hook.watch(model, optimizers[0])
+    for step, (x, y) in enumerate(batches(THREE_REPORTS)):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizers[0].step()
+        if step % 10 == 9:
+            for optimizer in optimizers[1:]:
+                optimizer.step()
+        if by_hand:
+            with torch.no_grad():
+                model[0].weight.mul_(0.999)  # type: ignore[index]  # a Sequential
+    return recorded(hook)
+
+
+def not_in_optimizer(run: Run) -> list[str]:
+    return sorted(name for name in run.tensors() if name.endswith(":not_in_optimizer"))
+
+
+def test_gradients_of_parameters_of_no_optimizer(tmp_path: Path) -> None:
+    model = small_model()
+    model[2].requires_grad_(requires_grad=False)
+    run = trained_with(tmp_path, model, torch.optim.SGD(model[3].parameters(), lr=0.1))
+    assert not_in_optimizer(run) == ["0.bias:not_in_optimizer", "0.weight:not_in_optimizer"]
+    rows = run.tensor("0.weight:not_in_optimizer").statistics().to_pydict()
+    assert rows["step"] == [0, 25, 50]
+    assert rows["probe.changed"] == [0.0, 0.0, 0.0]
+    assert min(rows["abs_sum"]) > 0
+    assert run.tensor("0.weight:not_in_optimizer").info.role == "not_in_optimizer"
+
+
+def test_a_parameter_that_the_program_changes_by_hand(tmp_path: Path) -> None:
+    model = small_model()
+    run = trained_with(tmp_path, model, torch.optim.SGD(model[3].parameters(), lr=0.1), by_hand=True)
+    assert run.tensor("0.weight:not_in_optimizer").statistics().to_pydict()["probe.changed"] == [
+        0.0,
+        1.0,
+        1.0,
+    ]
+    assert run.tensor("0.bias:not_in_optimizer").statistics().to_pydict()["probe.changed"] == [0.0, 0.0, 0.0]
+
+
+def test_another_optimizer_has_them_before_it_has_stepped(tmp_path: Path) -> None:
+    model = small_model()
+    head, trunk = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[3], model[:3]))
+    assert not_in_optimizer(trained_with(tmp_path, model, head, trunk)) == []
+
+
+def test_the_reason_why_a_parameter_is_omitted(tmp_path: Path) -> None:
+    model = small_model()
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    scale = model.get_parameter("2.weight")
+    optimizer = torch.optim.SGD([*weights, scale], lr=0.1)
+    hook = Hook(tmp_path)
+    hook.watch(model, optimizer)
+    for step, (x, y) in enumerate(batches(THREE_REPORTS)):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if step == 30:
+            del optimizer.param_groups[0]["params"][1]
+    run = recorded(hook)
+    assert not_in_optimizer(run) == [
+        "0.bias:not_in_optimizer",
+        "2.bias:not_in_optimizer",
+        "3.bias:not_in_optimizer",
+        "3.weight:not_in_optimizer",
+    ]
+
+    def column(tensor: str, name: str) -> list[float]:
+        numbers: list[float] = (
+            run.tensor(f"{tensor}:not_in_optimizer").statistics()[f"probe.{name}"].to_pylist()
+        )
+        return numbers
+
+    # Steps 0, 25 and 50, and five whole steps from 31 on, where a parameter has left the optimizer.
+    assert column("3.weight", "was_optimized") == [1.0] * 6
+    assert column("0.bias", "was_optimized") == [0.0] * 8
+    assert column("0.bias", "weight_optimized") == column("3.bias", "after_optimized") == [1.0] * 8
+    assert column("2.bias", "weight_optimized") == [0.0] * 8
+    assert column("3.bias", "weight_optimized") == [1.0, 1.0, *[0.0] * 6]
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    assert column("0.bias", "optimized_share")[-1] == (8 * 16 + 16) / elements
+
+
+def test_nothing_is_recorded_if_optimizers_have_all_parameters(tmp_path: Path) -> None:
+    model = small_model()
+    assert not_in_optimizer(trained_with(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))) == []
+
+
+def test_an_optimizer_of_a_copy_leaves_all_parameters_outside(tmp_path: Path) -> None:
+    model = small_model()
+    run = trained_with(tmp_path, model, torch.optim.SGD(small_model().parameters(), lr=0.1))
+    assert not_in_optimizer(run) == sorted(f"{name}:not_in_optimizer" for name, _ in model.named_parameters())
+    assert run.tensor("3.weight:not_in_optimizer").statistics().to_pydict()["step"] == [0, 25, 50]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import array
-import pickle
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-import watchstep
+from tests.sdk.programs import run_program
 from tests.sdk.training import EVERY_STEP, recorded
 from watchstep import Cadence, CaptureConfig, Collection, Hook, Run, open_run
 from watchstep.capture.config import TensorLimits
@@ -61,6 +58,16 @@ class Lost:
 
     def __dlpack_device__(self) -> Any:
         return 2, 0
+
+
+CONVERSIONS: dict[str, Callable[[NDArray[Any]], Any]] = {"a": lambda values: values, "t": torch.from_numpy}
+
+
+def assert_same_rows(one: Any, other: Any) -> None:
+    """All columns, but those of the name and the time."""
+    first, second = (tensor.statistics() for tensor in (one, other))
+    columns = [name for name in first.column_names if name not in {"tensor", "time_ns"}]
+    np.testing.assert_equal(first.select(columns).to_pydict(), second.select(columns).to_pydict())
 
 
 def one_step(
@@ -162,9 +169,7 @@ def test_arrays_and_tensors_of_the_same_values_have_the_same_rows(
     for place, _ in enumerate(values):
         one, other = run.tensor(f"array {place}"), run.tensor(f"tensor {place}")
         assert (one.info.dtype, one.info.shape) == (other.info.dtype, other.info.shape)
-        drop = ["tensor", "time_ns"]
-        tables = [each.statistics().drop_columns([name for name in drop if name in each.statistics().column_names]) for each in (one, other)]  # fmt: skip
-        np.testing.assert_equal(tables[0].to_pydict(), tables[1].to_pydict())
+        assert_same_rows(one, other)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +188,8 @@ def test_arrays_and_tensors_of_the_same_values_have_the_same_rows(
 def test_arrays_and_tensors_have_the_same_class_counts(tmp_path: Path, labels: Any, outputs: Any) -> None:
     pair = {"labels": np.array(labels), "outputs": np.array(outputs)}
     runs = []
-    for folder, values in (
-        ("a", pair),
-        ("t", {name: torch.from_numpy(value) for name, value in pair.items()}),
-    ):
+    for folder, convert in CONVERSIONS.items():
+        values = {name: convert(value) for name, value in pair.items()}
         hook = Hook(tmp_path / folder, config=EVERY_STEP)
         for _ in range(3):
             for name, value in values.items():
@@ -195,9 +198,7 @@ def test_arrays_and_tensors_have_the_same_class_counts(tmp_path: Path, labels: A
         runs.append(recorded(hook))
     assert runs[0].tensors() == runs[1].tensors()
     for name in runs[0].tensors():
-        columns = [column for column in runs[0].tensor(name).statistics().column_names if column != "time_ns"]
-        one, other = (run.tensor(name).statistics().select(columns).to_pydict() for run in runs)
-        np.testing.assert_equal(one, other)
+        assert_same_rows(*(run.tensor(name) for run in runs))
 
 
 def test_probes_of_rules_are_measured_for_arrays_as_for_tensors(tmp_path: Path) -> None:
@@ -379,8 +380,7 @@ def test_full_arrays_are_saved(tmp_path: Path) -> None:
 
 
 def test_arrays_and_tensors_are_saved_with_the_same_bytes(tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    for folder, convert in (("a", lambda elements: elements), ("t", torch.from_numpy)):
+    for folder, convert in CONVERSIONS.items():
         generator = np.random.default_rng(0)
         hook = Hook(tmp_path / folder, run="r", config=SAVING)
         hook.record({f"x{width}": convert(generator.normal(size=(width, 3))) for width in (1, 7, 100)})
@@ -444,31 +444,7 @@ assert sys.modules["torch"] is None
 
 
 def test_arrays_need_no_torch(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", WITHOUT_TORCH, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_recording_an_array_does_not_load_torch(tmp_path: Path) -> None:
-    program = (
-        "import sys, numpy as np, watchstep\n"
-        "hook = watchstep.Hook(sys.argv[1])\n"
-        "hook.record(x=np.ones(3)); hook.step(); hook.close()\n"
-        "print('torch' in sys.modules, hook.health['faults'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "False {}\n"
-
-
-def test_a_copied_hook_accepts_roles() -> None:
-    copied = pickle.loads(pickle.dumps(watchstep.Hook.__new__(watchstep.Hook)))
-    copied.record({"x": np.ones(3)}, role="weight")
+    run_program(tmp_path, WITHOUT_TORCH, tmp_path, PYTHONWARNINGS="error")
 
 
 RARE = CaptureConfig(collections={"custom": Cadence(every=1000), "losses": Cadence()}, system=None)

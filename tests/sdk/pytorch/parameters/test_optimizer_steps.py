@@ -1,7 +1,10 @@
-"""An optimizer whose step raises: the completed update is recorded, once."""
+"""Steps of optimizers that raise, and gates before the bodies of steps."""
 
 from __future__ import annotations
 
+import copy
+import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from tests.sdk.training import EVERY_STEP, batches, recorded, small_model
+from tests.sdk.training import batches, recorded, skipping, small_model, watching, with_sgd
 from watchstep import CaptureConfig, Hook
 from watchstep.pytorch.parameters import optimizer_steps
 
@@ -66,8 +69,7 @@ def test_the_gradients_of_the_update_that_is_made_are_recorded(
     ).step()  # from now on an inherited step fires its own hooks, too
     model = small_model()
     optimizer = kind(model.parameters())
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    hook = watching(tmp_path, model, optimizer)
     updates = []
 
     def backward(x: Tensor, y: Tensor) -> None:
@@ -98,8 +100,7 @@ def test_the_gradients_of_the_update_that_is_made_are_recorded(
 def test_a_closure_that_raises(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    hook = watching(tmp_path, model, optimizer)
     calls, updates = [0], []
     for x, y in batches(3):
         first = [True]
@@ -128,8 +129,7 @@ def test_under_a_gradient_scaler(tmp_path: Path) -> None:
     model = small_model()
     optimizer = Failing(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    hook = watching(tmp_path, model, optimizer)
     updates = []
     for x, y in batches(3):
         optimizer.zero_grad()
@@ -195,8 +195,7 @@ def test_ranks_vote_once_for_the_gradients_of_a_batch(tmp_path: Path, new_pass: 
     """A rank that voted again for its own retry would stay one vote ahead of the others."""
     model, voter = small_model(), Votes()
     optimizer = Failing(model.parameters())
-    hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(model, optimizer)
+    hook = watching(tmp_path, model, optimizer)
     optimizer_steps.listen(voter)
     for x, _ in batches(4):
         model(x).sum().backward()
@@ -209,3 +208,117 @@ def test_ranks_vote_once_for_the_gradients_of_a_batch(tmp_path: Path, new_pass: 
     hook.close()
     optimizer_steps.forget(voter)
     assert voter.votes == votes
+
+
+def body_of(optimizer: Any) -> Any:
+    """What PyTorch's wrapper of the step of an optimizer calls."""
+    wrapper = type(optimizer).step
+    return wrapper.__closure__[wrapper.__code__.co_freevars.index("func")].cell_contents
+
+
+def step(model: Any, optimizer: Any, value: float = 1.0) -> None:
+    optimizer.zero_grad()
+    model(torch.full((2, 4), value)).square().mean().backward()
+    optimizer.step()
+
+
+def test_without_a_policy_steps_are_pytorch_s_own(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.RAdam(model.parameters())
+    body = body_of(optimizer)
+    with Hook(tmp_path) as hook:
+        hook.watch(model, optimizer)
+        step(model, optimizer)
+        assert body_of(optimizer) is body
+    with skipping(tmp_path, model, optimizer) as hook:
+        step(model, optimizer)
+        assert body_of(optimizer) is not body
+        assert pickle.loads(pickle.dumps(optimizer)).state_dict().keys() == optimizer.state_dict().keys()
+        assert copy.deepcopy(body_of(optimizer)).func is body
+    assert body_of(optimizer) is body
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_that_a_schedule_wraps_is_gated(tmp_path: Path, when: str) -> None:
+    """Also if the program has replaced the step of the class in between."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = Own(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # refers to the step of the class
+    if when == "before":
+        Own.step = lambda self, closure=None: None  # type: ignore[method-assign]
+    with skipping(tmp_path, model, optimizer) as hook:
+        if when == "after":
+            step(model, optimizer)
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        step(model, optimizer, math.nan)
+        step(model, optimizer)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert hook.health["counts"]["skipped_updates"] == 1
+    assert hook.health["notes"].get("updates") is None
+
+
+def test_a_closure_that_a_hook_has_called_decides_in_the_step(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    values = [1.0, math.nan, math.nan, 1.0]
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 4), values.pop(0))).square().mean()
+        loss.backward()
+        return loss
+
+    with skipping(tmp_path, model, optimizer) as hook:
+        handle = optimizer.register_step_pre_hook(lambda _optimizer, args, _kwargs: args[1]() and None)
+        loss: Any = optimizer.step(closure)
+        handle.remove()
+        assert loss.isnan()
+        assert not optimizer.state
+        assert optimizer.step(closure).isnan()
+        assert optimizer.step(closure).isfinite()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert hook.health["counts"]["skipped_updates"] == 2
+
+
+def test_an_optimizer_around_another_shares_its_closure(tmp_path: Path) -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            super().__init__(base.param_groups, {})
+            self.base = base
+
+        def step(self, closure: Any = None) -> Any:
+            return self.base.step(closure)
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = Around(torch.optim.Adam(model.parameters()))
+
+    values = [1.0, math.nan, 1.0]
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 4), values.pop(0))).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    with skipping(tmp_path, model, optimizer) as hook:
+        losses = [optimizer.step(closure) for _ in range(3)]
+    assert [math.isnan(loss) for loss in losses] == [False, True, False]
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert {int(state["step"]) for state in optimizer.base.state.values()} == {2}
+    assert hook.health["faults"] == {}
+
+
+def test_a_compiled_step_contains_the_body_itself(tmp_path: Path) -> None:
+    model, optimizer = with_sgd(torch.nn.Linear(4, 1))
+    with skipping(tmp_path, model, optimizer):
+        step(model, optimizer)
+        before = model.weight.detach().clone()
+        torch.compile(optimizer.step, backend="aot_eager")()
+        assert not torch.equal(model.weight, before)
+        step(model, optimizer, math.nan)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

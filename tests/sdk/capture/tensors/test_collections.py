@@ -261,16 +261,7 @@ def test_any_size_of_memory_is_used(folder_store: Store, memory: int) -> None:
 def test_memory_never_exceeds_its_limit(steps: list[list[int]], limit: int) -> None:
     capturing = Capturing({"mine": EVERY, "other": EVERY}, memory_bytes=limit)
     taken: list[int] = []
-    pooled: list[NDArray[np.uint8]] = []
     memory = capturing.writer.memory
-    plain = memory.allocate
-
-    def allocate(size: int) -> NDArray[np.uint8]:
-        buffer = plain(size)
-        pooled.append(buffer)
-        return buffer
-
-    memory.allocate = allocate
     for step, sizes in enumerate(steps):
         for place, size in enumerate(sizes):
             collection = "mine" if place % 2 else "other"

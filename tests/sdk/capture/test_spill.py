@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from watchstep.capture.identity import Identity
 from watchstep.capture.upload.outgoing import Outgoing, SegmentPlace
-from watchstep.capture.upload.spill import Spilled, SpillFolder, SpillOwner, spill_roots
+from watchstep.capture.upload.spill import SpillFolder, SpillOwner, spill_roots
 from watchstep.capture.upload.uploader import named_spill_folders, spill_folders, sync
 from watchstep.errors import FormatError
 from watchstep.format.documents import AttemptDocument, EndDocument, RunDocument
@@ -24,6 +25,14 @@ ABOUT = SpillOwner(
     AttemptDocument("a", 2, 8),
 )
 END = EndDocument(3, "failed", 7, 9, 2, "", "SIGTERM")
+
+
+def released(root: Path) -> SpillFolder:
+    """A folder that no process uses."""
+    folder = SpillFolder.make(root, "r", ABOUT)
+    folder.release()
+    return folder
+
 
 numbers = st.integers(0, 10**18 - 1)
 places = st.builds(SegmentPlace, numbers, numbers, numbers, numbers)
@@ -109,50 +118,37 @@ def test_a_root_that_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
     SpillFolder.make(root, "r", ABOUT)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
-def test_folders_of_other_users_are_not_uploaded(tmp_path: Path) -> None:
-    folder = SpillFolder.make(tmp_path, "r", ABOUT)
-    folder.release()
-    assert spill_folders(tmp_path) == [folder.path]
-    os.chown(folder.path, 12345, 12345)
-    assert spill_folders(tmp_path) == []
-
-
 def test_a_root_with_files_of_a_spill_folder_is_used_only_if_named(tmp_path: Path) -> None:
-    folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    folder.release()
-    within = SpillFolder.make(folder.path, "r", ABOUT)
-    within.release()
+    folder = released(tmp_path / "root")
+    within = released(folder.path)
     assert spill_folders(folder.path) == [within.path]
     assert named_spill_folders(folder.path) == [folder.path]
     assert named_spill_folders(folder.path.parent) == [folder.path]
 
 
 def test_a_folder_that_others_may_write_to_is_not_uploaded(tmp_path: Path) -> None:
-    folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    folder.release()
+    folder = released(tmp_path / "root")
     folder.path.chmod(0o777)
     assert named_spill_folders(folder.path) == [folder.path]
     assert "not exclusively this user's" in sync(folder.path).why
-    within = SpillFolder.make(tmp_path, "r", ABOUT)
-    within.release()
+    within = released(tmp_path)
     within.path.rename(folder.path / "within")
     assert named_spill_folders(folder.path) == [folder.path / "within"]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
-def test_a_named_folder_of_another_user_is_not_uploaded(tmp_path: Path) -> None:
-    folder = SpillFolder.make(tmp_path, "r", ABOUT)
-    folder.release()
+def test_a_folder_of_another_user_is_not_uploaded(tmp_path: Path) -> None:
+    folder = released(tmp_path)
+    assert spill_folders(tmp_path) == [folder.path]
     os.chown(folder.path, 65534, 65534)
+    assert spill_folders(tmp_path) == []
     assert named_spill_folders(folder.path) == [folder.path]
     assert "owner 65534" in sync(folder.path).why
     assert sorted(entry.name for entry in folder.path.iterdir()) == ["lock", "spill.json"]
 
 
 def test_a_link_to_a_spill_folder_is_ignored(tmp_path: Path) -> None:
-    folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    folder.release()
+    folder = released(tmp_path / "root")
     link = tmp_path / "link"
     link.symlink_to(folder.path)
     assert spill_folders(tmp_path) == []
@@ -187,39 +183,41 @@ def test_a_folder_exchanged_for_a_link_is_not_read_or_written(tmp_path: Path) ->
     assert (tmp_path / "elsewhere" / spilled.name).read_bytes() == b"x"
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
 @pytest.mark.parametrize("name", ["spill.json", "end.json", "lock", "0000000000-segment-0-0-0-1"])
-def test_a_file_of_another_user_is_not_used(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("expose", "reason"),
+    [
+        pytest.param(
+            lambda file: os.chown(file, 65534, 65534),
+            "65534",
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user"),
+        ),
+        (lambda file: file.chmod(0o666), "mode 0666"),
+    ],
+    ids=["of another user", "that others may write to"],
+)
+def test_a_file_that_is_not_exclusively_this_users_is_not_used(
+    tmp_path: Path, name: str, expose: Callable[[Path], None], reason: str
+) -> None:
     folder = SpillFolder.make(tmp_path, "r", ABOUT)
     spilled = folder.add(Outgoing(SegmentPlace(0, 0, 0, 1), b"x"))
-    assert (folder.path / "0000000000-segment-0-0-0-1").is_file()
     folder.add_end(END)
     folder.release()
-    os.chown(folder.path / name, 65534, 65534)
-    with pytest.raises((PermissionError, FormatError), match="65534"):
-        _use(folder.path, spilled)
+    assert (folder.path / name).is_file()
+    expose(folder.path / name)
 
+    def use() -> None:
+        taken = SpillFolder.take(folder.path)
+        assert taken is not None
+        try:
+            taken.about()
+            taken.end()
+            taken.read(spilled)
+        finally:
+            taken.release()
 
-@pytest.mark.parametrize("name", ["spill.json", "end.json", "lock", "0000000000-segment-0-0-0-1"])
-def test_a_file_that_others_may_write_to_is_not_used(tmp_path: Path, name: str) -> None:
-    folder = SpillFolder.make(tmp_path, "r", ABOUT)
-    spilled = folder.add(Outgoing(SegmentPlace(0, 0, 0, 1), b"x"))
-    folder.add_end(END)
-    folder.release()
-    (folder.path / name).chmod(0o666)
-    with pytest.raises((PermissionError, FormatError), match="mode 0666"):
-        _use(folder.path, spilled)
-
-
-def _use(path: Path, spilled: Spilled) -> None:
-    taken = SpillFolder.take(path)
-    assert taken is not None
-    try:
-        taken.about()
-        taken.end()
-        taken.read(spilled)
-    finally:
-        taken.release()
+    with pytest.raises((PermissionError, FormatError), match=reason):
+        use()
 
 
 def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

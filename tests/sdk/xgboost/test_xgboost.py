@@ -1,18 +1,22 @@
-"""XGBoost, recorded for real."""
+"""XGBoost, recorded for real: by its callback, in unmodified programs, and without names that another version may lack."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.missing_names import remove_within_test
 from tests.sdk.training import EVERY_STEP, recorded
-from watchstep import CaptureConfig, Collection, Hook, Run, StopTraining
+from watchstep import CaptureConfig, Collection, Hook, Run, StopTraining, open_run
 from watchstep.capture.config import Cadence
 from watchstep.errors import ConfigError
 from watchstep.format.control import StopRequest
@@ -20,6 +24,9 @@ from watchstep.format.control import StopRequest
 xgboost = pytest.importorskip(
     "xgboost", reason="XGBOOST IS NOT INSTALLED: its callback is not proven by this run"
 )
+from watchstep.xgboost import Recording  # noqa: E402 - it needs XGBoost
+from watchstep.xgboost.internals import xgboost_names  # noqa: E402
+
 ROUNDS = 6
 PARAMETERS: dict[str, Any] = {"objective": "binary:logistic", "max_depth": 3, "nthread": 1, "seed": 1}
 
@@ -33,8 +40,6 @@ def data(rows: int = 200) -> Any:
 def trained(
     store: Path, evals: tuple[str, ...] = ("train", "valid"), **params: Any
 ) -> tuple[Run, Any, dict[str, Any]]:
-    from watchstep.xgboost import Recording
-
     hook = Hook(store, overhead_budget=1.0)
     log: dict[str, Any] = {}
     matrices = data()
@@ -50,35 +55,35 @@ def trained(
     return recorded(hook), booster, log
 
 
+def rows_of(run: Run, name: str) -> dict[str, list[Any]]:
+    rows: dict[str, list[Any]] = run.tensor(name).statistics().to_pydict()
+    return rows
+
+
 def column(run: Run, name: str, figure: str = "mean", mode: str = "train") -> list[float]:
-    rows = run.tensor(name).statistics().to_pydict()
+    rows = rows_of(run, name)
     return [value for value, row_mode in zip(rows[figure], rows["mode"], strict=True) if row_mode == mode]
 
 
 def test_evaluations_are_losses_and_metrics_by_round(tmp_path: Path) -> None:
-    run, _, log = trained(tmp_path, eval_metric=["error", "auc", "logloss"])
+    run, _, log = trained(tmp_path, ("train", "valid", "other"), eval_metric=["error", "auc", "logloss"])
     assert column(run, "loss") == pytest.approx(log["train"]["logloss"])
     assert column(run, "loss", mode="eval") == pytest.approx(log["valid"]["logloss"])
     assert column(run, "auc", mode="eval") == pytest.approx(log["valid"]["auc"])
+    assert column(run, "other:loss", mode="eval") == pytest.approx(log["other"]["logloss"])
     assert column(run, "error") == pytest.approx(log["train"]["error"])
     assert (run.tensor("loss").info.role, run.tensor("auc").info.role) == ("loss", "metric")
-    assert run.tensor("loss").statistics().to_pydict()["step"][-1] == ROUNDS - 1
-
-
-def test_several_validation_sets(tmp_path: Path) -> None:
-    run, _, log = trained(tmp_path, ("train", "valid", "other"), eval_metric="rmse")
-    assert column(run, "loss", mode="eval") == pytest.approx(log["valid"]["rmse"])
-    assert column(run, "other:loss", mode="eval") == pytest.approx(log["other"]["rmse"])
+    assert rows_of(run, "loss")["step"][-1] == ROUNDS - 1
 
 
 @pytest.mark.parametrize(("params", "trees"), [({}, 1), ({"num_parallel_tree": 3}, 3)])
 def test_trees_and_features(params: dict[str, Any], trees: int, tmp_path: Path) -> None:
     run, booster, _ = trained(tmp_path, **params)
-    rows = run.tensor("tree_depth").statistics().to_pydict()
+    rows = rows_of(run, "tree_depth")
     assert set(rows["count"]) == {trees}
     assert set(rows["max"]) == {3.0}
     scores = booster.get_score(importance_type="weight")
-    whole = run.tensor("feature_importance/weight").statistics().to_pydict()
+    whole = rows_of(run, "feature_importance/weight")
     if rows["step"][-1] == ROUNDS - 1:  # the budget may leave the last round out
         assert whole["abs_sum"][-1] == sum(scores.values())
         assert whole["probe.top_share_1"][-1] == pytest.approx(max(scores.values()) / sum(scores.values()))
@@ -89,14 +94,12 @@ def test_trees_and_features(params: dict[str, Any], trees: int, tmp_path: Path) 
 def test_the_first_round_is_whole(tmp_path: Path) -> None:
     run, booster, _ = trained(tmp_path)
     first = booster[0].get_score(importance_type="gain")
-    whole = run.tensor("feature_importance/gain").statistics().to_pydict()
+    whole = rows_of(run, "feature_importance/gain")
     assert (whole["step"][0], whole["abs_sum"][0]) == (0, pytest.approx(sum(first.values())))
     assert whole["zero"][0] == 5 - len(first)
 
 
 def test_a_linear_booster_has_no_trees(tmp_path: Path) -> None:
-    from watchstep.xgboost import Recording
-
     matrices, hook = data(), Hook(tmp_path)
     params = {"objective": "binary:logistic", "booster": "gblinear", "nthread": 1}
     xgboost.train(
@@ -109,8 +112,6 @@ def test_a_linear_booster_has_no_trees(tmp_path: Path) -> None:
 
 
 def test_cross_validation_records_means(tmp_path: Path) -> None:
-    from watchstep.xgboost import Recording
-
     hook = Hook(tmp_path)
     found = xgboost.cv(PARAMETERS, data(), 3, nfold=2, callbacks=[Recording(hook)], as_pandas=False)
     run = recorded(hook)
@@ -125,8 +126,6 @@ def test_the_model_is_the_same_with_and_without(tmp_path: Path) -> None:
 
 
 def test_a_stop_ends_it_where_the_hook_opted_in(tmp_path: Path) -> None:
-    from watchstep.xgboost import Recording
-
     hook = Hook(tmp_path, on_stop="raise")
     hook._recorder.request_stop(StopRequest("attempt", 2, "enough"))
     with pytest.raises(StopTraining):
@@ -136,8 +135,6 @@ def test_a_stop_ends_it_where_the_hook_opted_in(tmp_path: Path) -> None:
 
 
 def test_a_closed_hook_is_not_used(tmp_path: Path) -> None:
-    from watchstep.xgboost import Recording
-
     hook = Hook(tmp_path)
     hook.close()
     assert xgboost.train(PARAMETERS, data(), 2, callbacks=[Recording(hook)]).num_boosted_rounds() == 2
@@ -156,8 +153,6 @@ def named(rows: int = 400, labels: Any = None) -> tuple[Any, Any, Any]:
 
 
 def boosted(store: Path, data: Any, params: dict[str, Any], **options: Any) -> tuple[Run, Any]:
-    from watchstep.xgboost import Recording
-
     hook = Hook(store, config=EVERY_STEP)
     booster = xgboost.train(
         {"nthread": 1, "max_depth": 3, **params},
@@ -201,7 +196,7 @@ def test_each_tree_of_a_round_has_a_row(tmp_path: Path) -> None:
         return [node, *(below for child in node.get("children", ()) for below in nodes(child))]
 
     for number in range(3):
-        rows = run.tensor(f"tree/{number}").statistics().to_pydict()
+        rows = rows_of(run, f"tree/{number}")
         trees = [nodes(json.loads(dumped[3 * step + number])) for step in range(ROUNDS)]
         assert rows["probe.tree_leaves"] == [sum("leaf" in node for node in tree) for tree in trees]
         assert rows["probe.tree_largest_node"] == [max(node["nodeid"] for node in tree) for tree in trees]
@@ -209,28 +204,26 @@ def test_each_tree_of_a_round_has_a_row(tmp_path: Path) -> None:
             [sum(node.get("gain", 0) for node in tree) for tree in trees], rel=1e-5
         )
         assert rows["mean"] == [max(node.get("depth", -1) for node in tree) + 1 for tree in trees]
-    whole = run.tensor("tree_depth").statistics().to_pydict()
+    whole = rows_of(run, "tree_depth")
     assert whole["count"] == [3] * ROUNDS
-    parts = [run.tensor(f"tree/{number}").statistics().to_pydict() for number in range(3)]
+    parts = [rows_of(run, f"tree/{number}") for number in range(3)]
     assert whole["probe.gain"] == pytest.approx(np.sum([part["probe.tree_gain"] for part in parts], 0))
 
 
 def test_trees_with_several_outputs_have_no_gain(tmp_path: Path) -> None:
     data, _, _ = named(labels=lambda x: x[:, :2])
     run, _ = boosted(tmp_path, data, {"multi_strategy": "multi_output_tree", "tree_method": "hist"})
-    rows = run.tensor("tree_depth").statistics().to_pydict()
+    rows = rows_of(run, "tree_depth")
     assert set(rows["max"]) == {3.0}
     assert set(rows["probe.gain"]) == {None}
 
 
 def test_hyperparameters_are_recorded_once_and_when_they_change(tmp_path: Path) -> None:
-    from watchstep.xgboost import Recording
-
     hook = Hook(tmp_path, config=EVERY_STEP)
     rates = xgboost.callback.LearningRateScheduler(lambda step: 0.3 if step < 3 else 0.1)
     xgboost.train({**PARAMETERS, "gamma": 0.5}, data(), ROUNDS, callbacks=[rates, Recording(hook)])
     run = recorded(hook)
-    rows = run.tensor("optimizer:learning_rate/0").statistics().to_pydict()
+    rows = rows_of(run, "optimizer:learning_rate/0")
     assert (rows["step"], rows["mean"]) == ([0, 3], pytest.approx([0.3, 0.1]))
     assert (column(run, "booster:max_depth"), column(run, "booster:gamma")) == ([3], [0.5])
     assert "objective=binary:logistic, booster=gbtree" in hook.health["notes"]["hyperparameters"]
@@ -263,14 +256,12 @@ def test_predictions_and_labels_of_samples(tmp_path: Path) -> None:
 def test_residuals_of_a_regression(tmp_path: Path) -> None:
     data, _, y = named(labels=lambda x: 3 * x[:, 0])
     run, booster = boosted(tmp_path, data, {"objective": "reg:squarederror"}, train_data=data)
-    rows = run.tensor("residuals").statistics().to_pydict()
+    rows = rows_of(run, "residuals")
     assert rows["std"][-1] == pytest.approx((y - booster.predict(data)).std(), rel=1e-5)
     assert "confusion" not in run.collections
 
 
 def test_shap_values_by_name_and_in_full(tmp_path: Path) -> None:
-    from watchstep.xgboost import Recording
-
     data, _, _ = named()
     saved = {**EVERY_STEP.collections, "custom": Collection(Cadence(), tensors=Cadence(every=5))}
     config = CaptureConfig(overhead_budget=None, system=None, collections=saved)
@@ -284,7 +275,7 @@ def test_shap_values_by_name_and_in_full(tmp_path: Path) -> None:
         means = column(run, f"feature_importance/shap:{name}")
         assert means[-1] == pytest.approx(np.abs(values[:, number]).mean(), rel=1e-4)
     assert run.tensor("shap_values").value(5)[:, 0] == pytest.approx(values, rel=1e-3, abs=1e-6)
-    assert run.tensor("feature_importance/shap").statistics().to_pydict()["count"] == [5] * ROUNDS
+    assert rows_of(run, "feature_importance/shap")["count"] == [5] * ROUNDS
 
 
 @pytest.mark.parametrize("booster", ["gbtree", "dart"])
@@ -299,8 +290,6 @@ def test_predicting_changes_nothing(booster: str, tmp_path: Path) -> None:
 
 
 def test_data_that_cannot_be_sampled_are_noted(tmp_path: Path) -> None:
-    from watchstep.xgboost import Recording
-
     hook = Hook(tmp_path, config=EVERY_STEP)
     _, x, y = named()
     quantiles = xgboost.QuantileDMatrix(x, y)
@@ -321,16 +310,12 @@ def test_data_that_cannot_be_sampled_are_noted(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_options(options: dict[str, Any], match: str, tmp_path: Path) -> None:
-    from watchstep.xgboost import Recording
-
     with Hook(tmp_path) as hook, pytest.raises(ConfigError, match=match):
         Recording(hook, **options)
 
 
 def test_estimators_can_be_cloned_and_pickled(tmp_path: Path) -> None:
     base = pytest.importorskip("sklearn.base")
-    from watchstep.xgboost import Recording
-
     hook = Hook(tmp_path, config=EVERY_STEP)
     _, x, y = named()
     model = xgboost.XGBClassifier(
@@ -347,8 +332,6 @@ def test_estimators_can_be_cloned_and_pickled(tmp_path: Path) -> None:
 
 
 def test_the_last_state_is_recorded_whatever_the_cadence(tmp_path: Path) -> None:
-    from watchstep.xgboost import Recording
-
     rare = {**EVERY_STEP.collections, "custom": Cadence(every=4), "outputs": Cadence(every=4)}
     hook = Hook(tmp_path, config=CaptureConfig(overhead_budget=None, system=None, collections=rare))
     matrix, x, y = named()
@@ -369,7 +352,7 @@ def test_the_last_state_is_recorded_whatever_the_cadence(tmp_path: Path) -> None
     assert run.tensor("tree_depth").steps() == [0, 4, 5, 8, 11]
     assert run.tensor("feature_importance/shap").steps() == [0, 4, 5, 8, 11]
     assert run.tensor("outputs").statistics("eval").to_pydict()["step"][-1] == 2 * ROUNDS - 1
-    assert set(run.tensor("outputs").statistics().to_pydict()["count"]) == {400}
+    assert set(rows_of(run, "outputs")["count"]) == {400}
     assert column(run, "feature_importance/weight", "abs_sum")[-1] == sum(
         booster.get_score(importance_type="weight").values()
     )
@@ -377,8 +360,6 @@ def test_the_last_state_is_recorded_whatever_the_cadence(tmp_path: Path) -> None
 
 
 def test_a_fault_of_the_programs_own_stop_does_not_reach_training(tmp_path: Path) -> None:
-    from watchstep.xgboost import Recording
-
     def fail(_: StopRequest) -> None:
         raise ValueError("no disk")
 
@@ -387,3 +368,120 @@ def test_a_fault_of_the_programs_own_stop_does_not_reach_training(tmp_path: Path
     booster = xgboost.train(PARAMETERS, data(), ROUNDS, callbacks=[Recording(hook)])
     hook.close()
     assert booster.num_boosted_rounds() == ROUNDS
+
+
+UNMODIFIED = """
+import sys
+import hashlib
+import numpy as np
+import xgboost
+if sys.argv[1] == "recorded":
+    from watchstep.xgboost.attach import attach
+    attach()
+    attach()
+random = np.random.default_rng(0)
+x = random.normal(size=(300, 4))
+y = (x[:, 0] > 0).astype(int)
+params = {"objective": "binary:logistic", "nthread": 1, "max_depth": 2}
+data, valid = xgboost.DMatrix(x, y), xgboost.DMatrix(x, 1 - y)
+first = xgboost.train(params, data, 4, evals=[(valid, "v"), (data, "t")], verbose_eval=False)
+models = [first]
+try:
+    models.append(xgboost.XGBClassifier(n_estimators=3, n_jobs=1).fit(x, y).get_booster())
+except ImportError:
+    pass
+try:
+    xgboost.train({"objective": "none such"}, data, 2)
+except xgboost.core.XGBoostError:
+    print("failed")
+if sys.argv[1] == "recorded":  # a program that records itself
+    import watchstep
+    from watchstep.xgboost import Recording
+    with watchstep.Hook(run="own") as hook:
+        xgboost.train(params, data, 2, callbacks=[Recording(hook)])
+        xgboost.train(params, data, 2)
+print([hashlib.sha256(model.save_raw()).hexdigest() for model in models])
+"""
+
+
+def test_each_training_of_an_unmodified_program_is_a_run(tmp_path: Path) -> None:
+    outputs = {}
+    for name in ("plain", "recorded"):
+        environment = {
+            "WATCHSTEP_STORE": str(tmp_path / "runs"),
+            "WATCHSTEP_RUN": "boosted",
+            "WATCHSTEP_ATTEMPT": tmp_path.name,
+            "HOME": str(tmp_path),
+            "PYTHONPATH": ":".join(path for path in sys.path if path),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", UNMODIFIED, name],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        outputs[name] = done.stdout
+    assert outputs["plain"] == outputs["recorded"]
+    folder = tmp_path / "runs" / "default"
+    first = open_run(folder / "boosted")
+    assert first.steps("train") == list(range(4))
+    rows = first.tensor("loss").statistics().to_pydict()
+    losses = {
+        mode: [mean for mean, own in zip(rows["mean"], rows["mode"], strict=True) if own == mode]
+        for mode in ("train", "eval")
+    }
+    assert losses["train"][-1] < losses["train"][0]  # the training data are recognized by identity
+    assert losses["eval"][-1] > losses["eval"][0]
+    assert open_run(folder / "boosted-2").tensor("tree_depth").steps()[0] == 0
+    assert [end.state for end in open_run(folder / "boosted-3").ends()] == ["failed"]
+    assert sorted(path.name for path in folder.iterdir()) == ["boosted", "boosted-2", "boosted-3", "own"]
+    assert open_run(folder / "own").steps("train") == [0, 1]
+
+
+def _trained(callback: Any) -> bytes:
+    x = np.random.default_rng(0).normal(size=(60, 3))
+    data = xgboost.DMatrix(x, x[:, 0] > 0)
+    booster = xgboost.train(
+        {"objective": "binary:logistic", "nthread": 1, "max_depth": 2},
+        data,
+        2,
+        evals=[(data, "train")],
+        verbose_eval=False,
+        callbacks=[] if callback is None else [callback],
+    )
+    model: bytes = booster.save_raw()
+    return bytes(model)
+
+
+@pytest.mark.parametrize("key", xgboost_names.table)
+def test_a_missing_name_costs_one_capability(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _trained(None)
+    remove_within_test(xgboost_names, key, monkeypatch)
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    assert _trained(Recording(hook)) == plain
+    hook.close()
+    cost = xgboost_names.table[key].cost
+    assert not hook.health["faults"]
+    assert f"XGBoost: {cost}" in hook.health["notes"] or key in {"train", "train_of_estimators", "error"}
+    recorded = {info.name for info in open_run(hook.run_url).catalogue}
+    assert ("loss" in recorded) == (cost != "rounds")
+    assert ("tree_depth" in recorded) == (
+        cost not in {"rounds", "trees, importance, hyperparameters and predictions"}
+    )
+
+
+def test_a_module_that_cannot_be_imported_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "watchstep.xgboost")
+    monkeypatch.setitem(sys.modules, "watchstep.xgboost.callback", None)
+    broken = importlib.import_module("watchstep.xgboost")
+    hook = Hook(tmp_path)
+    assert _trained(broken.Recording(hook)) == _trained(None)
+    hook.close()
+    assert list(hook.health["faults"]) == ["XGBoost is not recorded"]
