@@ -100,6 +100,7 @@ def test_parts_name_programs_and_keep_twins_together() -> None:
     assert all(part_of(name) == part_of(name + FIXED) for name in FAULTY)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["dense_regression_nan", "conv_rate_kills_units.fixed"])
 def test_the_fixed_clock_makes_a_report_repeatable(name: str, tmp_path: Path) -> None:
     urls = [record(programs()[name], 1, tmp_path / folder, 0.001, 60) for folder in ("one", "two")]

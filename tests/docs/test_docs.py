@@ -57,6 +57,7 @@ def test_the_schema_of_receivers_is_as_the_code_says() -> None:
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
 )
@@ -66,6 +67,7 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
     run_python("-W", "error", program, cwd=tmp_path, timeout=120)
 
 
+@pytest.mark.ci
 def test_the_readmes_example_is_the_file_and_runs(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (name,) = re.findall(r"<!-- example: (\S+) -->", readme)

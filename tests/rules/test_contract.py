@@ -14,6 +14,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.rules.runs import INFOS, LAST, Event, follow, runs, segments, splits
 from tests.sdk.format.blocks import Row, block_of
 from watchstep.format.block import Block, concatenate
@@ -68,7 +69,7 @@ def eager(params: type[Params]) -> dict[str, Any]:
 
 
 @every_rule
-@settings(max_examples=settings().max_examples * 2 // 5)
+@settings(max_examples=examples(16))
 @given(
     events=runs(),
     hold=st.builds(MinimumDuration, steps=st.integers(1, 3), seconds=st.sampled_from([0, 0.003])),

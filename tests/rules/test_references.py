@@ -98,6 +98,7 @@ def made_runs(draw: st.DrawFn) -> list[list[Row]]:
     return parts
 
 
+@pytest.mark.ci
 @given(parts=made_runs())
 def test_what_is_pinned_equals_the_reference_of_all_rows(tmp_path: Path, parts: list[list[Row]]) -> None:
     store = Store.open(tmp_path / str(next(NUMBERS)), create=True)

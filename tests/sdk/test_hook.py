@@ -119,6 +119,7 @@ def train_until_stopped(hook: Hook, training: Training) -> StopTraining:
     return stopped.value
 
 
+@pytest.mark.ci
 def test_stop_at_a_step(tmp_path: Path) -> None:
     hook, training = stopping(tmp_path, 30)
     stop = train_until_stopped(hook, training)
@@ -129,6 +130,7 @@ def test_stop_at_a_step(tmp_path: Path) -> None:
     assert stop.step in open_run(hook.run_url).steps()
 
 
+@pytest.mark.ci
 def test_the_reason_of_a_stop_does_not_act_on_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +142,7 @@ def test_the_reason_of_a_stop_does_not_act_on_a_terminal(
     assert line.isprintable()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("code", [86, 1, 0])
 def test_a_program_that_exits_because_of_a_stop_request_was_stopped(tmp_path: Path, code: int) -> None:
     hook, training = stopping(tmp_path, 5)
@@ -210,6 +213,7 @@ def test_a_stop_that_no_checkpoint_followed_reports_it(
     assert hook.health["notes"]["on_stop"] == message
 
 
+@pytest.mark.ci
 def test_a_function_that_cannot_save_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
 
@@ -233,6 +237,7 @@ def test_a_function_is_called_once(tmp_path: Path) -> None:
     assert [request.reason for request in requests] == ["a rule fired"]
 
 
+@pytest.mark.ci
 def test_a_tombstone_stops_a_new_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a2")
     hook, training = stopping(tmp_path, 500)

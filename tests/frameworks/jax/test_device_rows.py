@@ -17,6 +17,7 @@ import ml_dtypes  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
 from tests.frameworks.jax.rows import assert_same_rows, native_rows  # noqa: E402
+from tests.laws import examples  # noqa: E402
 from watchstep.errors import ConfigError  # noqa: E402
 from watchstep.format.statistics import merge_rows  # noqa: E402
 from watchstep.jax import device_rows  # noqa: E402
@@ -29,7 +30,7 @@ DTYPES = {
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
     "float8_e5m2": ml_dtypes.float8_e5m2,
 }
-SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=examples(60), deadline=None, derandomize=True, database=None)
 compiled = jax.jit(measure, static_argnames="stacked")
 
 

@@ -391,6 +391,7 @@ def test_a_layer_that_trains_is_not_reported(each: Each, tmp_path: Path) -> None
     assert messages(tmp_path, each, rule="running_statistics_frozen") == {}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("affine", ["learns", "frozen", "none"])
 def test_a_layer_in_evaluation_mode_whose_input_becomes_another(affine: str, tmp_path: Path) -> None:
     def train(hook: Hook, times: float) -> None:

@@ -128,6 +128,7 @@ def test_a_batch_without_labels_is_no_damage(tmp_path: Path) -> None:
     assert result.warnings == [BAD + 1]  # it lasts: that is worth a word
 
 
+@pytest.mark.ci
 def test_a_lone_batch_without_labels_is_not_even_a_warning(tmp_path: Path) -> None:
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
         x, y = batch(step)
@@ -156,6 +157,7 @@ def test_a_program_that_skips_losses_that_are_not_finite(
     assert train(tmp_path, step_of, steps=24).stops == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_program_that_skips_gradient_norms_that_are_not_finite(tmp_path: Path, by_hand: bool) -> None:
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
@@ -194,6 +196,7 @@ class Cautious(torch.optim.SGD):
             super().step(closure)
 
 
+@pytest.mark.ci
 def test_an_optimizer_that_leaves_such_gradients_out_itself(tmp_path: Path) -> None:
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
         update(model, optimizer, batch(step, bad=step if step % 4 == 3 else None), hook)
@@ -343,6 +346,7 @@ class Overflows(nn.Module):
         return out
 
 
+@pytest.mark.ci
 def test_the_first_bad_output_is_named_of_a_step_that_is_not_measured(tmp_path: Path) -> None:
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
         model.scale = 1e3 if step == BAD else 1.0  # type: ignore[assignment,unused-ignore]
@@ -411,6 +415,7 @@ def test_weights_that_are_damaged_while_the_program_skips_every_loss_after_it(tm
     assert [finding.step for finding in fired(hook).stops] == [BAD]
 
 
+@pytest.mark.ci
 def test_poisoned_optimizer_state_is_found_where_weights_were_restored(tmp_path: Path) -> None:
     saved: dict[str, Tensor] = {}
 
@@ -522,6 +527,7 @@ class Odd(nn.Module):
         return out
 
 
+@pytest.mark.ci
 def test_buffers_of_a_programs_own_that_are_no_running_statistics_are_ignored(tmp_path: Path) -> None:
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
         running_var = model.get_buffer("norm.running_var").clone()
@@ -537,6 +543,7 @@ def test_buffers_of_a_programs_own_that_are_no_running_statistics_are_ignored(tm
     assert train(tmp_path, step_of, model=Odd(), steps=60).stops == []
 
 
+@pytest.mark.ci
 def test_weights_that_are_nan_from_the_start_are_damage_after_fifty_steps(tmp_path: Path) -> None:
     model = network()
     model[2].weight.data[0, 0] = NAN  # type: ignore[index,union-attr,operator,unused-ignore]

@@ -333,6 +333,7 @@ def test_steps_without_a_finite_loss_count_although_gradients_are_recorded(tmp_p
     assert "no loss was finite in 50 training steps" in run(tmp_path, 80, record)["nan_or_inf"][1]
 
 
+@pytest.mark.ci
 def test_a_guard_stops_a_training_in_numpy_that_diverges(tmp_path: Path) -> None:
     hook = Hook(tmp_path, config=EVERY_STEP, guard=Guard())
     with pytest.raises(StopTraining, match="nan_or_inf") as stop:

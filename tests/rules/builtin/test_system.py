@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.rules.builtin.losses import in_pieces
 from tests.rules.builtin.system_rows import SAMPLES, Course, system_run
 from tests.rules.runs import all_at_once, found_by, in_steps, norms
@@ -213,7 +214,7 @@ def test_other_figures_are_ignored(rule: str, name: str) -> None:
     assert found(rule, HEALTHY[rule][name]) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(which=st.sampled_from(BAD), cuts=st.lists(st.integers(1, 1490), max_size=8, unique=True))
 def test_a_run_in_pieces_is_judged_as_the_whole(which: tuple[str, str], cuts: list[int]) -> None:
     rule, name = which

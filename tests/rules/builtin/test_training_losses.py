@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.rules.builtin.losses import (
     LOSS,
     Curve,
@@ -673,7 +674,7 @@ def test_a_loss_that_learns_or_cannot_be_judged_is_fine(rule: str, name: str) ->
     assert firing_steps(rule, CURVES[rule][name], CURVES[rule].hold) == []
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     which=st.sampled_from([*FAULTY, *HEALTHY]),
     cuts=st.lists(st.integers(1, 299), max_size=12, unique=True),

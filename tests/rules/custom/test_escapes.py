@@ -272,6 +272,7 @@ def test_printed_output_is_discarded(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.ci
 def test_a_program_that_fails_when_it_is_loaded_is_refused() -> None:
     for source, message in (
         ("import os\nos.fork()", "PermissionError"),

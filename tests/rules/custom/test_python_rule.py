@@ -87,6 +87,7 @@ def test_a_class_that_looks_into_histograms_reports_it() -> None:
     assert (outcome.memory.health, len(outcome.findings)) == (RuleHealth.OK, 3)
 
 
+@pytest.mark.ci
 @settings(max_examples=10)
 @given(events=runs(), data=st.data())
 def test_splitting_a_run_changes_no_finding(events: list[Event], data: st.DataObject) -> None:
@@ -154,6 +155,7 @@ def test_state_of_another_version_is_made_anew() -> None:
     assert other.data == {"judged": 8}
 
 
+@pytest.mark.ci
 def test_several_threads_may_ask_at_once() -> None:
     with ThreadPoolExecutor(4) as threads:
         results = list(threads.map(lambda _: all_at_once(loud(threshold=3.0), ROWS).findings, range(8)))
@@ -237,6 +239,7 @@ def test_a_file_that_is_named_from_afar_is_not_read() -> None:
         rule_file.parse("rules: [{rule: python, params: {file: /etc/passwd, class: X}}]", "of the request")
 
 
+@pytest.mark.ci
 def test_a_recorder_may_not_upload_a_python_rule(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "loud.py").write_text(LOUD, encoding="utf-8")
@@ -290,6 +293,7 @@ def test_a_child_that_was_killed_while_idle_is_replaced_at_once() -> None:
     assert not second.alive
 
 
+@pytest.mark.ci
 def test_a_child_that_dies_repeatedly_is_restarted_with_increasing_delay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -325,6 +329,7 @@ def test_a_death_for_one_project_delays_no_other_project(monkeypatch: pytest.Mon
         attempt("a")
 
 
+@pytest.mark.ci
 def test_only_some_children_wait() -> None:
     pool_ = Pool()
     children: list[Child] = []
@@ -436,6 +441,7 @@ def test_many_findings_with_long_messages_come_through() -> None:
     assert {len(finding.message) for finding in outcome.findings} <= {len(FIRST) + 404, len(SECOND) + 404}
 
 
+@pytest.mark.ci
 def test_only_so_many_children_work_at_once() -> None:
     pool_ = Pool({"rules": 2, "checks": 1, "queries": 1})
     entered = threading.Event()

@@ -422,6 +422,7 @@ def hostile(operands: int = 60, depth: int = 6) -> str:
     return f"SELECT s AS tensor FROM ({query})"
 
 
+@pytest.mark.ci
 def test_a_query_that_takes_any_amount_of_memory_is_ended_and_other_rules_continue() -> None:
     config = sql(hostile())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -463,6 +464,7 @@ def test_a_query_that_cannot_be_interrupted_is_ended_with_its_process(
     assert all_at_once(sql(LOUD), ROWS).memory.health is RuleHealth.OK  # other queries do not
 
 
+@pytest.mark.ci
 def test_where_no_process_can_be_started_a_query_is_taken_and_told_when_it_is_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.rules.runs import Event, Outcome, Rows, Watermark, all_at_once, follow
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.format.block import Block, concatenate
@@ -255,7 +256,7 @@ def test_later_steps_and_less_likely_causes_change_nothing() -> None:
     assert named(follow(NAN, [[REDUCED], [worse]])) == (5, 0, GRADIENT.name)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.dictionaries(st.sampled_from([OUTPUT, LOSS, GRADIENT]), st.integers(3, 6)), min_size=3, max_size=3
@@ -455,7 +456,7 @@ def test_late_findings_make_nothing_pending_either() -> None:
 bad_steps = st.frozensets(st.integers(0, STEPS - 1), max_size=6)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(bad_steps, st.integers(1, 3))
 def test_late_ranks_report_the_same_episodes_in_any_order(bad: frozenset[int], steps: int) -> None:
     """Ranks with equal findings, as of reduced gradients; the watermark passes the steps of each before the next arrives."""
@@ -468,7 +469,7 @@ def test_late_ranks_report_the_same_episodes_in_any_order(bad: frozenset[int], s
         )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(bad_steps, min_size=2, max_size=3), st.integers(1, 3), st.data())
 def test_no_episode_begins_within_another(bad: list[frozenset[int]], steps: int, data: st.DataObject) -> None:
     """Ranks with different findings arrive in any order, each in its own order, and with any watermarks."""

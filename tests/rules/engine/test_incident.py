@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.rules.engine.test_late_rows import Rank, arrivals, calm, judged, lasting, some_ranks
 from tests.rules.runs import Outcome
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
@@ -213,7 +214,8 @@ def steps_of_onsets(outcome: Outcome) -> list[int]:
     return sorted(onset_changes(coalesce(outcome.transitions), None).added)
 
 
-@settings(max_examples=settings().max_examples * 2 // 5)
+@pytest.mark.ci
+@settings(max_examples=examples(16))
 @given(some_ranks, st.integers(1, 3), st.integers(1, 3), st.data())
 def test_in_whichever_order_and_cuts_rows_come_alerts_have_the_same_onsets(
     ranks: list[Rank], hold: int, keep: int, data: st.DataObject

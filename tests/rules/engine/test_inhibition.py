@@ -10,6 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.rules.runs import Event, Rows, Watermark, runs, splits
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
@@ -95,7 +96,8 @@ lives = st.lists(st.integers(0, 30), unique=True, max_size=8).map(
 )
 
 
-@settings(max_examples=300)
+@pytest.mark.ci
+@settings(max_examples=examples(300))
 @given(lives, lives, lives, st.data())
 def test_the_time_of_watermarks_does_not_matter(
     first: Any, second: Any, third: Any, data: st.DataObject
@@ -219,7 +221,8 @@ def judged(evaluations: Sequence[Sequence[Event]]) -> tuple[list[list[Transition
     ], memories
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.ci
+@settings(max_examples=examples(100), deadline=None)
 @given(events=runs(), data=st.data())
 def test_splitting_a_run_changes_no_notification(events: list[Event], data: st.DataObject) -> None:
     notified, memories = judged(data.draw(splits(events)))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.rules.runs import (
     Event,
     Rows,
@@ -317,7 +318,7 @@ class Before(Rule[Params, State]):
         return state, findings
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(events=runs(), data=st.data())
 def test_a_rule_looks_back_on_the_same_rows_however_a_run_is_split(
     events: list[Event], data: st.DataObject

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.rules.runs import Event, Outcome, Rows, Watermark, follow
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep_rules.config.rule_config import RuleConfig
@@ -117,7 +118,7 @@ def judged(config: RuleConfig, ranks: Sequence[Rank], evaluations: Sequence[Sequ
     return follow(config, [[came(turn) for turn in turns] for turns in evaluations])
 
 
-@settings(max_examples=settings().max_examples * 2 // 5)
+@settings(max_examples=examples(16))
 @given(some_ranks, st.integers(1, 3), st.integers(1, 3), st.data())
 def test_the_same_episodes_in_whichever_order_and_cuts_rows_come(
     ranks: list[Rank], hold: int, keep: int, data: st.DataObject
@@ -131,7 +132,7 @@ def test_the_same_episodes_in_whichever_order_and_cuts_rows_come(
     assert outcome.memory.alert.finding == expected.memory.alert.finding
 
 
-@settings(max_examples=settings().max_examples * 2 // 5)
+@settings(max_examples=examples(16))
 @given(some_ranks, st.integers(1, 3), st.integers(1, 3), st.integers(0, 4), st.data())
 def test_where_too_much_waits_for_a_rank_nobody_is_notified_twice_of_a_step(
     ranks: list[Rank], hold: int, keep: int, most: int, data: st.DataObject

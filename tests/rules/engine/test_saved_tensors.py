@@ -126,6 +126,7 @@ def _named(value: Any) -> str:
     return str(sorted(value)) if isinstance(value, set) else str(value)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("merge", ["per_worker", "watermark"])
 @given(data=st.data(), before=st.integers(0, 3), hold=st.integers(1, 2))
 def test_splitting_a_run_changes_no_finding(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.rules.engine.reference_alert import PlainAlert
 from tests.sdk.format.blocks import Row, block_of, gradient
 from watchstep.format.block import Block
@@ -89,7 +90,7 @@ def without_run(parts: list[Group]) -> list[Group]:
     return [replace(part, run=False) for part in parts]
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(groups, timings, st.booleans())
 def test_an_alert_over_columns_equals_a_loop_over_rows(
     parts: list[Group], timing: Timing, about_run: bool
@@ -108,7 +109,7 @@ def test_an_alert_over_columns_equals_a_loop_over_rows(
     assert (memory.closed_to, memory.queued_changes, memory.causes) == (plain.closed, (), ())
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(groups, timings, st.data())
 def test_the_split_into_groups_does_not_matter(
     parts: list[Group], timing: Timing, data: st.DataObject
@@ -132,7 +133,7 @@ def test_the_split_into_groups_does_not_matter(
     assert without_value(memory) == without_value(whole)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 30)), max_size=12), timings)
 def test_a_rule_that_watches_the_clock_is_judged_at_each_tick(
     ticks: list[tuple[bool, bool, int]], timing: Timing

@@ -114,6 +114,7 @@ def test_a_bad_gradient_stops_the_training_before_the_update(tmp_path: Path) -> 
     assert verdicts.findings["nan_or_inf"] == outcome.findings
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("place", [0, 100_000, 262_143])
 def test_a_lone_infinity_in_a_large_gradient_is_seen_at_once(tmp_path: Path, place: int) -> None:
     model = nn.Linear(512, 512)
@@ -130,6 +131,7 @@ def test_a_lone_infinity_in_a_large_gradient_is_seen_at_once(tmp_path: Path, pla
     hook.close()
 
 
+@pytest.mark.ci
 def test_a_bad_loss_stops_before_the_update(tmp_path: Path) -> None:
     training = Training()
     hook = Hook(tmp_path, guard=True)
@@ -165,6 +167,7 @@ def test_a_rule_over_losses_stops_when_its_step_is_over(tmp_path: Path) -> None:
     assert outcome.fired[0].step == stopped.value.step == verdicts.findings["loss_not_decreasing"][0].step
 
 
+@pytest.mark.ci
 def test_rules_without_a_stop_only_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hook = Hook(tmp_path, config=EVERY_STEP)
     Guard([NAN.model_copy(update={"actions": ()})]).attach(hook)
@@ -174,6 +177,7 @@ def test_rules_without_a_stop_only_report(tmp_path: Path, caplog: pytest.LogCapt
     assert "watchstep: guard: nan_or_inf at step 1" in caplog.text
 
 
+@pytest.mark.ci
 def test_a_stop_that_the_program_catches_is_not_repeated(tmp_path: Path) -> None:
     hook = Hook(tmp_path, guard=True)
     training = Training()
@@ -223,6 +227,7 @@ def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
         assert verdicts.findings.get(outcome.config.name, []) == outcome.findings
 
 
+@pytest.mark.ci
 def test_a_step_with_a_closure_is_judged_after_its_update(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
@@ -288,6 +293,7 @@ def test_what_a_guard_cannot_be_made_of(tmp_path: Path) -> None:
         Hook(tmp_path, guard=tmp_path / "missing.yaml")
 
 
+@pytest.mark.ci
 def test_a_rule_file_guards(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("rules:\n  - {rule: nan_or_inf, actions: [stop], tensors: {include: 'loss'}}\n")

@@ -32,6 +32,7 @@ rules:
 """
 
 
+@pytest.mark.ci
 def test_a_rule_file_is_a_list_of_configs(tmp_path: Path) -> None:
     path = tmp_path / "rules.yaml"
     path.write_text(GOOD, encoding="utf-8")

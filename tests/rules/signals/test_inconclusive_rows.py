@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.rules.runs import Rows, Watermark, all_at_once, follow
 from tests.rules.trainings.cases import CASES
 from tests.rules.trainings.test_trainings import recorded
@@ -32,6 +33,7 @@ def test_no_rule_concludes_from_a_row_without_elements(name: str) -> None:
     assert not rule.conclusive(rule.params_type.model_construct(), block).any()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("rule", "case"),
     [
@@ -94,14 +96,14 @@ def test_inconclusive_rows_count_for_nothing(kinds: str, phases: list[Phase]) ->
     assert [change.phase for change in outcome.transitions] == phases
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.text("x-", min_size=1, max_size=40))
 def test_a_series_that_is_faulty_wherever_it_is_conclusive_never_resolves(kinds: str) -> None:
     outcome = all_at_once(CONFIG, of_steps("xxx" + kinds))
     assert outcome.memory.alert.phase is Phase.FIRING
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.text("x.-", max_size=40))
 def test_a_series_that_becomes_sound_resolves(kinds: str) -> None:
     outcome = all_at_once(CONFIG, of_steps("xxx" + kinds + ".-."))
@@ -109,7 +111,7 @@ def test_a_series_that_becomes_sound_resolves(kinds: str) -> None:
     assert outcome.memory.alert.phase in (Phase.RESOLVED, Phase.INACTIVE)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.text("x.-", min_size=1, max_size=40), st.lists(st.booleans(), min_size=40, max_size=40))
 def test_inconclusive_rows_are_as_if_they_had_not_come(kinds: str, absent: list[bool]) -> None:
     block = of_steps(kinds)

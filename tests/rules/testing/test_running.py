@@ -165,6 +165,7 @@ def test_python_rules_are_tested_as_well(folder: Path) -> None:
     assert found.passed, found
 
 
+@pytest.mark.ci
 def test_a_recorded_run_is_judged_as_well(folder: Path) -> None:
     with Hook(folder / "store", run="night", project="vision") as hook:
         for step in range(12):

@@ -13,6 +13,8 @@ from watchstep.format.block import Block
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.config.defaults import DEFAULT_RULES
 
+pytestmark = pytest.mark.ci
+
 OVER_LAYERS = {
     "class_imbalance",
     "dead_relu",

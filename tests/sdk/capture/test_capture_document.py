@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from watchstep import (
     Bounds,
     Cadence,
@@ -39,7 +40,7 @@ from watchstep.errors import ConfigError
 from watchstep.format.documents import AttemptDocument
 from watchstep.format.tensors import MODES
 
-LONG = settings(max_examples=150, deadline=None)
+LONG = settings(max_examples=examples(150), deadline=None)
 whole = st.integers(0, 2**40)
 sizes = st.integers(1, 2**50)
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=8)
@@ -122,6 +123,7 @@ configs = st.builds(
 )
 
 
+@pytest.mark.ci
 @given(configs)
 @LONG
 def test_a_configuration_survives_its_document_as_json_and_as_yaml(config: CaptureConfig) -> None:
@@ -471,6 +473,7 @@ def test_a_hook_refuses_another_configuration(tmp_path: Path, config: Any) -> No
         Hook(tmp_path, config=config)
 
 
+@pytest.mark.ci
 def test_the_document_of_an_attempt_stays_small_enough_to_be_read(tmp_path: Path) -> None:
     many = {f"c{number}": Collection(include="x" * 100) for number in range(2000)}
     few = {"head": Collection(include="head", tensors=Cadence(every=5))}

@@ -144,6 +144,7 @@ def test_the_memory_of_a_read_only_array_may_be_reused(tmp_path: Path) -> None:
 DTYPES = [np.float32, np.float64, np.float16, np.int64, np.int32, np.uint8, np.bool_, np.complex64]
 
 
+@pytest.mark.ci
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(
@@ -443,6 +444,7 @@ assert sys.modules["torch"] is None
 """
 
 
+@pytest.mark.ci
 def test_arrays_need_no_torch(tmp_path: Path) -> None:
     run_program(tmp_path, WITHOUT_TORCH, tmp_path, PYTHONWARNINGS="error")
 

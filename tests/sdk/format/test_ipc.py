@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.processes import run_python
 from tests.sdk.format.messages import COLUMNS, ROWS, A, B, Slots, batch, compressed, schema_metadata
 from watchstep.errors import FormatError
@@ -361,7 +362,8 @@ HEADERS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=600)
+@pytest.mark.ci
+@settings(max_examples=examples(600))
 @given(st.data())
 def test_overwritten_headers_raise_no_other_error(data: st.DataObject) -> None:
     header = bytearray(data.draw(st.sampled_from(HEADERS)))
@@ -379,7 +381,8 @@ def test_any_bytes_raise_no_other_error(metadata: bytes) -> None:
     harmless(struct.pack("<I", 4) + metadata)
 
 
-@settings(max_examples=300)
+@pytest.mark.ci
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_overwritten_segments_raise_no_other_error_in_bounded_memory(data: st.DataObject) -> None:
     columns = [ipc.Column(f"probe.{name}", np.dtype(np.float64)) for name in "ab"]

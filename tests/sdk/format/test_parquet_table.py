@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.sdk.format.blocks import BLOCK, rows_of
 from tests.sdk.format.parquet_files import (
     TABLE,
@@ -84,7 +85,8 @@ def test_columns_of_later_versions_are_omitted() -> None:
     assert rows_of(decode(data)) == rows_of(BLOCK)
 
 
-@settings(max_examples=400)
+@pytest.mark.ci
+@settings(max_examples=examples(400))
 @given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(1, 255)), min_size=1, max_size=4))
 def test_flipped_bits_are_refused_or_harmless(flips: list[tuple[int, int]]) -> None:
     data = bytearray(WHOLE)
@@ -93,7 +95,8 @@ def test_flipped_bits_are_refused_or_harmless(flips: list[tuple[int, int]]) -> N
     check_harmless(bytes(data))
 
 
-@settings(max_examples=400)
+@pytest.mark.ci
+@settings(max_examples=examples(400))
 @given(st.lists(st.tuples(st.integers(0, 6000), st.integers(1, 255)), min_size=1, max_size=3))
 def test_flipped_bits_in_the_footer_are_refused_or_harmless(flips: list[tuple[int, int]]) -> None:
     data = bytearray(WHOLE)
@@ -179,6 +182,7 @@ def refused_within(memory: pa.MemoryPool, data: bytes) -> str:
     return reason
 
 
+@pytest.mark.ci
 def test_a_file_of_very_many_rows_is_refused_before_memory_is_taken(memory: pa.MemoryPool) -> None:
     repeated = TABLE.take([0] * 1000)
     sink = pa.BufferOutputStream()
@@ -188,6 +192,7 @@ def test_a_file_of_very_many_rows_is_refused_before_memory_is_taken(memory: pa.M
     refused_within(memory, bytes(sink.getvalue()))
 
 
+@pytest.mark.ci
 def test_lists_that_unpack_to_very_much_are_refused_before_memory_is_taken(memory: pa.MemoryPool) -> None:
     values = pa.array(np.zeros(40_000_000, np.int16))
     offsets = pa.array([*([0] * len(BLOCK)), len(values)], pa.int32())

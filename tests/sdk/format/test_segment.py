@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.sdk.format.arrow_streams import Streams, checksum, with_checksum
 from tests.sdk.format.blocks import BLOCK, INFOS, blocks, rows_of
 from watchstep.errors import ConfigError, FormatError
@@ -236,7 +237,8 @@ def same_or_refused(data: bytes) -> bool:
     return False
 
 
-@settings(max_examples=400)
+@pytest.mark.ci
+@settings(max_examples=examples(400))
 @given(st.integers(0, len(WHOLE) - 1), st.integers(0, 7))
 def test_a_flipped_bit_is_refused_or_changes_no_figure(place: int, bit: int) -> None:
     data = bytearray(WHOLE)
@@ -246,7 +248,8 @@ def test_a_flipped_bit_is_refused_or_changes_no_figure(place: int, bit: int) -> 
         assert segment.metadata_of(bytes(data), "s") == MORE
 
 
-@settings(max_examples=400)
+@pytest.mark.ci
+@settings(max_examples=examples(400))
 @given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(1, 255)), min_size=1, max_size=4))
 def test_flipped_bytes_are_refused_or_change_no_figure(flips: list[tuple[int, int]]) -> None:
     data = bytearray(WHOLE)
@@ -271,7 +274,8 @@ def values_places() -> list[int]:
 VALUES = values_places()
 
 
-@settings(max_examples=400)
+@pytest.mark.ci
+@settings(max_examples=examples(400))
 @given(st.lists(st.tuples(st.sampled_from(VALUES), st.integers(1, 255)), min_size=1, max_size=4, unique_by=lambda flip: flip[0]))  # fmt: skip
 def test_flipped_bytes_of_values_are_refused(flips: list[tuple[int, int]]) -> None:
     data = bytearray(WHOLE)

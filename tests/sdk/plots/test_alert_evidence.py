@@ -91,12 +91,14 @@ def test_names_are_text(name: str) -> None:
     assert size_of(alert_png(evidence)) == (800, 400)
 
 
+@pytest.mark.ci
 def test_pictures_of_several_threads_are_those_of_one() -> None:
     expected = alert_png(EVIDENCE)
     with ThreadPoolExecutor(4) as threads:
         assert set(threads.map(alert_png, [EVIDENCE] * 8)) == {expected}
 
 
+@pytest.mark.ci
 def test_pyplot_is_not_loaded_and_the_error_without_matplotlib_has_a_hint() -> None:
     program = """
 import sys

@@ -57,8 +57,9 @@ dist.destroy_process_group()
 
 
 def trained(tmp_path: Path, kind: str, ranks: int = 2) -> Run:
-    names = {"WATCHSTEP_RUN": "r", "WATCHSTEP_ATTEMPT": "a"}
-    run_program(tmp_path, PROGRAM, kind, tmp_path / "runs", ranks=ranks, **names)
+    run_program(
+        tmp_path, PROGRAM, kind, tmp_path / "runs", ranks=ranks, WATCHSTEP_RUN="r", WATCHSTEP_ATTEMPT="a"
+    )
     return open_run(tmp_path / "runs" / "default" / "r")
 
 
@@ -248,8 +249,9 @@ dist.destroy_process_group()
 
 def saved_by_ranks(tmp_path: Path, kind: str) -> tuple[Run, list[dict[int, dict[str, torch.Tensor]]]]:
     """The run, and what each rank computed."""
-    names = {"WATCHSTEP_RUN": "r", "WATCHSTEP_ATTEMPT": "a"}
-    run_program(tmp_path, SAVING, kind, tmp_path / "runs", tmp_path, ranks=2, **names)
+    run_program(
+        tmp_path, SAVING, kind, tmp_path / "runs", tmp_path, ranks=2, WATCHSTEP_RUN="r", WATCHSTEP_ATTEMPT="a"
+    )
     run = open_run(tmp_path / "runs" / "default" / "r")
     assert_one_for_each_object(run)
     assert_steps_never_go_back(tmp_path / "runs")

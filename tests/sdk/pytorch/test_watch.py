@@ -177,6 +177,7 @@ def test_an_infinite_gradient_is_found_without_a_bad_loss(tmp_path: Path) -> Non
     assert recorded(hook).tensor("3.bias:gradient").steps()[0] == 3
 
 
+@pytest.mark.ci
 def test_the_budget_skips_steps_and_reports_its_account(tmp_path: Path) -> None:
     hook, training = Hook(tmp_path, overhead_budget=0.001), Training()
     hook.watch(training.model, training.optimizer)

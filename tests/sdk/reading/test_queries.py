@@ -38,6 +38,7 @@ def test_a_series_is_a_column_of_the_tensor(tmp_path: Path, figure: str) -> None
     assert run.series(FIRST.name, figure, mode="eval").num_rows == 0
 
 
+@pytest.mark.ci
 @settings(max_examples=25, deadline=None)
 @given(blocks)
 def test_figures_of_any_run_are_those_of_its_rows(block: Block) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import tests
+from tests.laws import examples
 from tests.processes import run_python
 from tests.sdk.format.blocks import block_of
 from tests.sdk.reading.saved import claim, save, save_shards
@@ -104,7 +105,8 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     return tuple(entries) if len(entries) != 1 or draw(st.booleans()) else entries[0]
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.ci
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data(), st.sampled_from(["<f4", "<i2", "?", "<c8"]), st.integers(1, 3))
 def test_a_slice_equals_that_of_the_whole_array(data: st.DataObject, dtype: str, workers: int) -> None:
     shape, parts = data.draw(boxes(workers))

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from watchstep import Hook
 from watchstep.errors import FormatError, NotFoundError, WatchstepError
 from watchstep.format.bundle import BundleDocument, bundle_keys, open_bundle, open_bundle_file
@@ -82,7 +83,7 @@ def test_stock_readers_can_read_it(content: bytes) -> None:
     assert json.loads(tensors["document"].tobytes())["version"] == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_damage_is_reported_or_harmless(
     content: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -158,6 +159,7 @@ def test_values_of_another_form_raise_a_clear_error(content: bytes, tmp_path: Pa
 MEBIBYTE = 2**20
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("reference", "is_in_each"),
     [

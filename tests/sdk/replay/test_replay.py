@@ -44,6 +44,7 @@ def bundles_of(store: Store) -> dict[str, Bundle]:
     return {key.reason: open_bundle(store, key.path) for key in bundle_keys(store)}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["cnn", "transformer", "accumulation"])
 @pytest.mark.parametrize("reason", ["gate", "program"])
 def test_a_step_is_computed_again_bit_for_bit(
@@ -159,6 +160,7 @@ def command(*arguments: str | Path, kind: str = "cnn") -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.ci
 def test_the_command_replays_a_run_s_failing_step(
     recorded: dict[str, tuple[Store, Hook]], tmp_path: Path
 ) -> None:
@@ -211,6 +213,7 @@ def test_a_program_without_a_step_is_refused(
         load_step(program)
 
 
+@pytest.mark.ci
 def test_two_ranks_replay_bit_for_bit(tmp_path: Path) -> None:
     torchrun = [
         str(Path(sys.executable).with_name("torchrun")),

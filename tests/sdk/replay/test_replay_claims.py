@@ -451,6 +451,7 @@ def test_random_numbers_before_the_forward_pass_that_are_not_recorded_are_named(
     assert "call hook.batch(…) just before the loss is computed" in text
 
 
+@pytest.mark.ci
 def test_the_states_at_the_batch_are_stored_only_if_random_numbers_were_drawn_since(tmp_path: Path) -> None:
     bundle = recorded(tmp_path / "a", linear(), inputs(), is_requested=True)
     assert "random_at_batch" not in bundle.document.micro_batches[0]

@@ -103,6 +103,7 @@ def test_a_step_that_does_not_end_is_written_at_the_close(tmp_path: Path) -> Non
     assert _get_current_dispatch_mode() is None
 
 
+@pytest.mark.ci
 def test_a_closed_hook_keeps_no_model(tmp_path: Path) -> None:
     hook = watchstep.Hook(tmp_path, trace="0:9", config=watchstep.CaptureConfig(bundles=None))
     model = nn.Linear(2, 2)
@@ -269,6 +270,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.ci
 def test_the_command_reads_runs(tmp_path: Path) -> None:
     hook, _ = trained(tmp_path, "0,4", bad=4)
     folder = str(tmp_path / "default" / "r")
@@ -325,6 +327,7 @@ def test_steps_that_end_in_inference_mode(tmp_path: Path) -> None:
     assert counts(hook)["left_out_traces"] == 3
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="PyTorch before 2.6 restores nothing")
 def test_compiled_steps_of_an_optimizer(tmp_path: Path) -> None:
     """PyTorch restores its dispatcher's state after a compiled function, so no mode may begin or end within it."""

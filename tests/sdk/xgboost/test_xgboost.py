@@ -224,7 +224,8 @@ def test_hyperparameters_are_recorded_once_and_when_they_change(tmp_path: Path) 
     xgboost.train({**PARAMETERS, "gamma": 0.5}, data(), ROUNDS, callbacks=[rates, Recording(hook)])
     run = recorded(hook)
     rows = rows_of(run, "optimizer:learning_rate/0")
-    assert (rows["step"], rows["mean"]) == ([0, 3], pytest.approx([0.3, 0.1]))
+    assert rows["step"] == [0, 3]
+    assert rows["mean"] == pytest.approx([0.3, 0.1])
     assert (column(run, "booster:max_depth"), column(run, "booster:gamma")) == ([3], [0.5])
     assert "objective=binary:logistic, booster=gbtree" in hook.health["notes"]["hyperparameters"]
 

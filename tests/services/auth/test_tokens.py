@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import event, select, update
 
+from tests.laws import examples
 from watchstep.errors import BadNameError, ConfigError, NotFoundError
 from watchstep_services.auth import (
     PERMISSIONS,
@@ -145,7 +146,9 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(mine=requests, requested=requests)
 def test_nobody_makes_a_token_that_may_more(
     sqlite: Database, mine: TokenRequest, requested: TokenRequest

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.laws import examples
 from tests.services.channels.certificates import Certificate
 from tests.services.channels.samples import RUN_PAGE, picture, sample, without_public_url
 from tests.services.channels.sending import LOOPBACK, delivery_context, send
@@ -179,7 +180,7 @@ def test_what_cannot_be_written(change: dict[str, Any]) -> None:
         RECEIVER.validate_python({"name": "r", **PLAIN, **change})
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=examples(60))
 @given(st.text(max_size=60), st.text(min_size=1, max_size=60))
 def test_no_word_of_an_alert_becomes_a_header(words: str, number: str) -> None:
     receiver = RECEIVER.validate_python(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.services.driving import Driven
 from tests.services.recording import Recording
 from watchstep.capture.stop import BarrierStop
@@ -157,7 +158,7 @@ def play(world: World, moves: list[tuple[str, int, int]], *, together: bool, mar
 
 
 @given(worlds(), moves)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_all_stop_after_the_same_step(
     generated: tuple[World, bool, int], moves: list[tuple[str, int, int]]
 ) -> None:
@@ -169,7 +170,7 @@ def test_all_stop_after_the_same_step(
 
 
 @given(worlds(), moves, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_if_one_rank_receives_no_documents_none_stops(
     generated: tuple[World, bool, int], moves: list[tuple[str, int, int]], data: st.DataObject
 ) -> None:

@@ -25,6 +25,7 @@ def written(tmp_path: Path) -> Written:
     return Written.of(Store.open(tmp_path / "store"))
 
 
+@pytest.mark.ci
 def test_one_object_contains_the_rows_of_all_ranks(
     tmp_path: Path, folder: dict[str, str], meeting_place: Path
 ) -> None:
@@ -59,6 +60,7 @@ def test_the_last_to_leave_removes_the_meeting_place(folder: dict[str, str], mee
     assert meeting_files(meeting_place) == []
 
 
+@pytest.mark.ci
 def test_a_leader_that_leaves_is_followed_and_the_sequence_continues(
     tmp_path: Path, folder: dict[str, str]
 ) -> None:
@@ -75,6 +77,7 @@ def test_a_leader_that_leaves_is_followed_and_the_sequence_continues(
     written(tmp_path).assert_whole(steps, writers=1)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", range(4))
 def test_leaders_are_killed_anywhere_and_the_others_lose_nothing(
     tmp_path: Path, folder: dict[str, str], seed: int
@@ -99,6 +102,7 @@ def test_leaders_are_killed_anywhere_and_the_others_lose_nothing(
     written(tmp_path).assert_rows_of({place: steps[place] for place in left})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", ["late", "late_answer"])
 def test_a_leader_is_killed_between_an_object_and_its_acknowledgement(server: Server, fault: Fault) -> None:
     """Also where its request reaches the store only after the others have gone on."""
@@ -120,6 +124,7 @@ def test_a_leader_is_killed_between_an_object_and_its_acknowledgement(server: Se
     server.written().assert_rows_of(dict.fromkeys(set(range(3)) - {leader}, 15), writers=1)
 
 
+@pytest.mark.ci
 def test_a_killed_follower_does_not_affect_other_ranks(tmp_path: Path, folder: dict[str, str]) -> None:
     with node(3, folder) as ranks:
         record(ranks, 5)
@@ -135,6 +140,7 @@ def test_a_killed_follower_does_not_affect_other_ranks(tmp_path: Path, folder: d
     written(tmp_path).assert_rows_of({(leader + 2) % 3: 15}, writers=1)
 
 
+@pytest.mark.ci
 def test_a_store_that_lets_names_be_taken_twice_has_each_rank_write_for_itself(server: Server) -> None:
     server.faulty.exclusive = False
     with node(2, server.environment) as ranks:
@@ -166,6 +172,7 @@ def test_a_deep_temporary_folder(tmp_path: Path, folder: dict[str, str], meeting
     written(tmp_path).assert_whole({0: 5, 1: 5}, writers=1)
 
 
+@pytest.mark.ci
 def test_while_the_store_refuses_ranks_part_and_what_they_leave_is_uploaded_once(
     server: Server, spill_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +197,7 @@ def test_while_the_store_refuses_ranks_part_and_what_they_leave_is_uploaded_once
     server.written().assert_whole(dict.fromkeys(range(3), 10))
 
 
+@pytest.mark.ci
 def test_ranks_that_parted_continue_by_themselves(server: Server) -> None:
     with node(3, server.environment, backlog_seconds=0.3) as ranks:
         record(ranks, 5)
@@ -209,6 +217,7 @@ def _until_apart(rank: Rank) -> None:
         pass
 
 
+@pytest.mark.ci
 def test_a_stranger_on_the_line_is_ignored(
     tmp_path: Path, folder: dict[str, str], meeting_place: Path
 ) -> None:
@@ -223,6 +232,7 @@ def test_a_stranger_on_the_line_is_ignored(
     written(tmp_path).assert_whole({0: 10, 1: 10})
 
 
+@pytest.mark.ci
 def test_a_bad_step_of_a_follower_is_written_at_once_and_a_stop_reaches_all(
     tmp_path: Path, folder: dict[str, str]
 ) -> None:
@@ -260,6 +270,7 @@ def test_a_forked_child_has_neither_lock_nor_connection(tmp_path: Path, folder: 
     written(tmp_path).assert_rows_of({1 - leader: 10}, writers=1)
 
 
+@pytest.mark.ci
 def test_sigterm_has_followers_and_leader_write_what_is_left(tmp_path: Path, folder: dict[str, str]) -> None:
     with node(3, folder, flush_seconds=1000.0) as ranks:
         leader_of(ranks)
@@ -271,6 +282,7 @@ def test_sigterm_has_followers_and_leader_write_what_is_left(tmp_path: Path, fol
     written(tmp_path).assert_whole(dict.fromkeys(range(3), 5))
 
 
+@pytest.mark.ci
 def test_a_restart_in_the_same_attempt_has_a_writer_of_its_own(
     tmp_path: Path, folder: dict[str, str]
 ) -> None:
@@ -285,6 +297,7 @@ def test_a_restart_in_the_same_attempt_has_a_writer_of_its_own(
     found.assert_contiguous()
 
 
+@pytest.mark.ci
 def test_more_than_the_leader_takes_at_once(tmp_path: Path, folder: dict[str, str]) -> None:
     with node(3, folder, backlog_bytes=40_000, flush_seconds=0.3, backlog_seconds=1000.0) as ranks:
         record(ranks, 5)

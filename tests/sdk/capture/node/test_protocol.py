@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.laws import examples
 from watchstep.capture.node import protocol
 from watchstep.capture.node.leader import Leading
 from watchstep.capture.node.protocol import Handing, Message
@@ -345,4 +346,4 @@ class Node(RuleBasedStateMachine):
 
 
 TestNode = Node.TestCase
-TestNode.settings = settings(max_examples=600, stateful_step_count=40, deadline=None)
+TestNode.settings = settings(max_examples=examples(600), stateful_step_count=40, deadline=None)

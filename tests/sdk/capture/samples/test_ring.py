@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.sdk.format.test_samples import IDS
 from watchstep import Bounds, CaptureConfig, Hook
 from watchstep.capture.samples.ring import RingRecord, SampleRing, map_file, map_memory, read_ring
@@ -28,7 +29,7 @@ def _decoded(records: list[RingRecord]) -> list[SampleBatch]:
 
 
 @given(st.lists(IDS, max_size=40), st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_ring_has_the_newest_batches(appended: list[list[SampleId]], steps: int) -> None:
     """Encoding, the ring and decoding return a suffix of what was appended, of at most so many steps and bytes."""
     ring = SampleRing(map_memory(BYTES), steps)

@@ -464,6 +464,7 @@ def test_needs_of_rules_are_added_to_what_the_program_saves(
     assert own is None or set(own.steps) <= set(combined.tensors.steps)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("names", "written"), [(1, 1_000), (2_000, 10)])
 def test_objects_that_wait_for_the_store_are_limited_in_number(
     folder_store: Store, names: int, written: int

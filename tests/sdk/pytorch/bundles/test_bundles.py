@@ -82,6 +82,7 @@ def test_the_first_bad_step_is_bundled_as_it_was_before_its_update(tmp_path: Pat
         assert torch.equal(torch_tensor(*bundle.read(f"{kind}/{name}")), tensor), name
 
 
+@pytest.mark.ci
 def test_at_most_two_series_are_bundled(tmp_path: Path) -> None:
     hook = Hook(tmp_path, on_nonfinite="skip")
     batches = inputs(12)
@@ -326,6 +327,7 @@ def test_random_states_of_python_and_numpy_are_exact_or_lost(tmp_path: Path) -> 
     assert (random.random(), float(np.random.rand())) == drawn  # noqa: NPY002 - as above
 
 
+@pytest.mark.ci
 def test_training_is_the_same_with_and_without_bundles(tmp_path: Path) -> None:
     weights = []
     for config in (CaptureConfig(bundles=None), CaptureConfig()):

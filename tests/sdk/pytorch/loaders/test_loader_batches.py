@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 
 class Reported:
     """A listener that collects what is reported, with the contents of each batch."""

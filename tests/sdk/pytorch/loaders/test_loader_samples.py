@@ -297,6 +297,7 @@ def test_a_data_loader_without_the_samples(workers: int) -> None:
     assert (len(sampler), batches) == (18, 5)
 
 
+@pytest.mark.ci
 def test_subsets_are_resolved() -> None:
     """Ids of the list are indices in the dataset below a subset, as they are recorded."""
     from torch.utils.data import SequentialSampler, Subset

@@ -273,6 +273,7 @@ assert run.tensor("weight:gradient").statistics()["max"].to_pylist() == [largest
 """
 
 
+@pytest.mark.ci
 def test_a_pytorch_whose_clipping_is_made_otherwise(tmp_path: Path) -> None:
     run_program(tmp_path, OLDER_PYTORCH, tmp_path / "runs")
 
@@ -311,6 +312,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.ci
 def test_shards_are_measured_before_clipping_and_without_the_scale(tmp_path: Path) -> None:
     run_program(tmp_path, SHARDED, tmp_path / "runs", ranks=2)
     run = open_run(tmp_path / "runs" / "default" / "r")

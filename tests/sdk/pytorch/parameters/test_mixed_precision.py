@@ -252,6 +252,7 @@ def test_metrics_that_are_not_wanted_are_not_recorded(tmp_path: Path) -> None:
     assert "metrics" not in record(Scaled(overflows=(1,)), tmp_path, 3, config).collections
 
 
+@pytest.mark.ci
 def test_a_compiled_optimizer_step_is_not_taken_for_a_skipped_one(tmp_path: Path) -> None:
     torch.compiler.reset()
     training = Scaled()

@@ -116,6 +116,7 @@ class _Optimizer:
         return Made(parameters, {"lr": 0.1})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "arguments"), VARIANTS)
 def test_a_skipped_update_changes_neither_the_model_nor_the_optimizer(
     tmp_path: Path, name: str, arguments: dict[str, Any]
@@ -138,6 +139,7 @@ def test_a_skipped_update_changes_neither_the_model_nor_the_optimizer(
     assert run.steps() == list(range(8))  # a skipped step is a step of the run
 
 
+@pytest.mark.ci
 def test_the_first_gradients_of_a_closure_decide(tmp_path: Path) -> None:
     inputs = batches({1, 4}, 6)
     with Hook(tmp_path, on_nonfinite="skip") as hook:
@@ -361,6 +363,7 @@ def test_gradients_that_change_before_a_retry_are_checked_again(tmp_path: Path) 
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.ci
 def test_an_optimizer_of_copies_of_the_weights_is_decided_about_too(tmp_path: Path) -> None:
     model = network()
     masters = [torch.nn.Parameter(parameter.detach().double()) for parameter in model.parameters()]
@@ -393,6 +396,7 @@ def test_a_skipped_step_that_raises_is_retried_with_the_same_decision(tmp_path: 
     assert hook.health["counts"]["skipped_updates"] == 1
 
 
+@pytest.mark.ci
 def test_a_model_that_is_collected_during_a_step_keeps_no_policy_from_deciding(tmp_path: Path) -> None:
     from watchstep.pytorch.parameters import optimizer_steps
 

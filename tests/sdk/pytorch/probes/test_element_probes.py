@@ -153,6 +153,7 @@ def test_a_pass_that_fails_leaves_no_mode_behind(tmp_path: Path) -> None:
     assert torch.overrides._get_current_function_mode() is None
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_partly_compiled_model_is_not_hooked(tmp_path: Path) -> None:
     compiled: nn.Module = torch.compile(nn.Linear(4, 4), backend="eager")  # type: ignore[assignment]
@@ -163,6 +164,7 @@ def test_a_partly_compiled_model_is_not_hooked(tmp_path: Path) -> None:
     assert not any("relu" in info.name for info in open_run(hook.run_url).rows().catalogue)
 
 
+@pytest.mark.ci
 def test_a_hook_measures_what_its_rules_and_its_launcher_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

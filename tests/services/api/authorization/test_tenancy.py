@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
+from tests.laws import examples
 from tests.services.api.conftest import Api, Client
 from tests.services.driving import Driven
 from tests.services.jobs import recorded_process
@@ -300,7 +301,7 @@ NASTY = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(run=NASTY, attempt=NASTY, node=NASTY, writer=NASTY)
 def test_names_in_requests_cannot_leave_the_store(
     shared: Api, tmp_path: Path, run: str, attempt: str, node: str, writer: str
