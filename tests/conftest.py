@@ -36,10 +36,10 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
-def _cpu_seconds() -> float:
-    """Processor time of this process and of the children that it waited for."""
+def _cpu_seconds() -> tuple[float, float]:
+    """Processor time of this process, and of the children that it waited for."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    return times.user + times.system, times.children_user + times.children_system
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -63,11 +63,15 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     finally:
-        cpu = _cpu_seconds() - item.stash[_CPU_START]
-        item.user_properties += [("nodeid", item.nodeid), ("cpu_seconds", f"{cpu:.3f}")]
+        own, children = (now - start for now, start in zip(_cpu_seconds(), item.stash[_CPU_START], strict=True))
+        item.user_properties += [
+            ("nodeid", item.nodeid),
+            ("cpu_seconds", f"{own + children:.3f}"),
+            ("children_seconds", f"{children:.3f}"),
+        ]
 
 
-_CPU_START = pytest.StashKey[float]()
+_CPU_START = pytest.StashKey[tuple[float, float]]()
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,8 @@
     python -m tests.suite test [--retry] [pytest's arguments]
     python -m tests.suite report
 
-The JUnit report and a summary go to `$CI_REPORTS`, by default `reports/`: NAME.xml holds each test's duration and, as the property
-`cpu_seconds`, the processor time that it took; NAME.json holds the totals. The last lines are the slowest tests, the suite's cost
+The JUnit report and a summary go to `$CI_REPORTS`, by default `reports/`: NAME.xml holds each test's duration and, as the properties
+`cpu_seconds` and `children_seconds`, the processor time that it took, with and of the processes that it started; NAME.json holds the totals. The last lines are the slowest tests, the suite's cost
 and, where tests failed, one line for each. `report` prints a line for each suite whose summary is there, what was skipped and why,
 and the tests that passed only when they ran once more.
 
