@@ -98,7 +98,7 @@ test-stores: $(STAMP) $(STORES)/.installed $(AZURITE)/.installed
 # JAX, Keras, TensorFlow and LightGBM, in an environment of their own: a gigabyte that the other suites do not need.
 FRAMEWORKS := build/frameworks-env
 $(FRAMEWORKS)/.installed: requirements/frameworks.txt requirements/torch.txt pyproject.toml $(NATIVE)
-	$(INSTALL) $(FRAMEWORKS) -r requirements/torch.txt -r requirements/frameworks.txt -- --no-deps --no-build-isolation -e .
+	$(INSTALL) $(FRAMEWORKS) -r requirements/torch.txt -- --no-deps -r requirements/frameworks.txt -- --no-deps --no-build-isolation -e .
 	touch $@
 
 test-frameworks: $(FRAMEWORKS)/.installed
