@@ -83,35 +83,76 @@ def assert_all_there(store: Path, state: str, reason: str) -> None:
     assert end.segments > 0
 
 
-def test_sigterm(tmp_path: Path, store: Path) -> None:
-    with program(tmp_path, "record(hook)\nready()\nwait()\n") as started:
-        started.terminate()
-        assert started.wait(60) == -signal.SIGTERM
-    assert_all_there(store, "failed", "SIGTERM")
+RECORDS_AND_WAITS = "record(hook)\nready()\nwait()\n"
+EXITS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+RETURNS = """
+signals = []
+signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
+"""
+CONTINUES = """
+record(hook, 10)
+ready()
+while not signals:
+    time.sleep(0.01)
+record(hook, 20)
+"""
+NEVER_RETURNS_TO_PYTHON = """
+import ctypes
+record(hook)
+mutex = (ctypes.c_char * 64)()
+lock = ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex)
+ready()
+lock(mutex)  # for ever, and no signal interrupts it
+"""
+LEAVES = "leave, leave_by_exception = os._exit, sys.exit\n"
+IS_RESTORED = """
+assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+record(hook)
+hook.close()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+assert signal.set_wakeup_fd(-1) == -1
+assert os._exit is leave
+assert sys.exit is leave_by_exception
+ready()
+wait()
+"""
+BY_SIGTERM = {  # handler, body; exit code, state, reason
+    "by default": ("", RECORDS_AND_WAITS, -signal.SIGTERM, "failed", "SIGTERM"),
+    "twice": ("", RECORDS_AND_WAITS, -signal.SIGTERM, "failed", "SIGTERM"),
+    "main thread never returns to Python": (
+        "", NEVER_RETURNS_TO_PYTHON, -signal.SIGTERM, "failed", "SIGTERM",
+    ),
+    "handled": (EXITS, RECORDS_AND_WAITS, 7, "failed", "SIGTERM"),
+    "handled by a later handler": ("", EXITS + RECORDS_AND_WAITS, 7, "failed", "SystemExit: 7"),
+    "handled, and the program continues": (RETURNS, CONTINUES + "hook.close()", 0, "completed", ""),
+    "handled, and nothing is closed": (RETURNS, CONTINUES, 0, "completed", ""),
+    "handled, and an exception": (
+        RETURNS, CONTINUES + "raise ValueError('boom')", 1, "failed", "SIGTERM; ValueError: boom",
+    ),
+    "handled, and exit 0": (
+        RETURNS, CONTINUES + "hook.__exit__(SystemExit, SystemExit(0), None)", 0, "completed", "",
+    ),
+    "handled, and exit 3": (
+        RETURNS,
+        CONTINUES + "hook.__exit__(SystemExit, SystemExit(3), None)",
+        0,
+        "failed",
+        "SIGTERM; SystemExit: 3",
+    ),
+    "after the hook is closed": (LEAVES, IS_RESTORED, -signal.SIGTERM, "completed", ""),
+}  # fmt: skip
 
 
-def test_sigterm_twice(tmp_path: Path, store: Path) -> None:
-    with program(tmp_path, "record(hook)\nready()\nwait()\n") as started:
+@pytest.mark.parametrize("case", BY_SIGTERM)
+def test_sigterm_ends_a_program_as_without_a_recorder(tmp_path: Path, store: Path, case: str) -> None:
+    handler, body, code, state, reason = BY_SIGTERM[case]
+    with program(tmp_path, body, BEGINNING + handler + A_HOOK) as started:
         started.terminate()
-        started.terminate()
-        assert started.wait(60) == -signal.SIGTERM
-    assert_all_there(store, "failed", "SIGTERM")
-
-
-def test_sigterm_while_the_main_thread_never_returns_to_python(tmp_path: Path, store: Path) -> None:
-    body = """
-        import ctypes
-        record(hook)
-        mutex = (ctypes.c_char * 64)()
-        lock = ctypes.CDLL(None).pthread_mutex_lock
-        lock(mutex)
-        ready()
-        lock(mutex)  # for ever, and no signal interrupts it
-        """
-    with program(tmp_path, body) as started:
-        started.terminate()
-        assert started.wait(60) == -signal.SIGTERM
-    assert_all_there(store, "failed", "SIGTERM")
+        if case == "twice":
+            started.terminate()
+        assert started.wait(60) == code
+    assert_all_there(store, state, reason)
 
 
 def test_sigterm_while_the_main_thread_has_the_recorders_locks(tmp_path: Path, store: Path) -> None:
@@ -127,72 +168,22 @@ def test_sigterm_while_the_main_thread_has_the_recorders_locks(tmp_path: Path, s
         assert started.wait(60) == -signal.SIGTERM
 
 
-def test_sigterm_where_the_program_handles_it(tmp_path: Path, store: Path) -> None:
-    beginning = BEGINNING + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n" + A_HOOK
-    with program(tmp_path, "record(hook)\nready()\nwait()\n", beginning) as started:
+def test_sigterm_that_the_program_ignores(tmp_path: Path, store: Path) -> None:
+    beginning = BEGINNING + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + A_HOOK
+    with program(tmp_path, "record(hook)\nready()\nsys.stdin.readline()\n", beginning) as started:
         started.terminate()
-        assert started.wait(60) == 7
-    assert_all_there(store, "failed", "SIGTERM")
+        with pytest.raises(subprocess.TimeoutExpired):
+            started.wait(0.5)
 
 
-def test_sigterm_where_the_program_handles_it_and_continues(tmp_path: Path, store: Path) -> None:
-    beginning = (
-        BEGINNING + "signals = []\nsignal.signal(signal.SIGTERM, lambda *_: signals.append(1))\n" + A_HOOK
-    )
-    body = """
-        record(hook, 10)
-        ready()
-        while not signals:
-            time.sleep(0.01)
-        record(hook, 20)
-        hook.close()
-        """
-    with program(tmp_path, body, beginning) as started:
-        started.terminate()
-        assert started.wait(60) == 0
-    assert_all_there(store, "completed", "")
-
-
-RETURNS = """
-signals = []
-signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
+CAUGHT_BEFORE_FURTHER_STEPS = """
+try:
+    sys.exit(2)  # as a parser of arguments does
+except SystemExit:
+    pass
+record(hook, 1)
+raise SystemExit(0)
 """
-GOES_ON = """
-record(hook, 10)
-ready()
-while not signals:
-    time.sleep(0.01)
-record(hook, 20)
-"""
-
-
-@pytest.mark.parametrize(
-    ("end", "code", "state", "reason"),
-    [
-        ("", 0, "completed", ""),
-        ("raise ValueError('boom')", 1, "failed", "SIGTERM; ValueError: boom"),
-        ("hook.__exit__(SystemExit, SystemExit(0), None)", 0, "completed", ""),
-        ("hook.__exit__(SystemExit, SystemExit(3), None)", 0, "failed", "SIGTERM; SystemExit: 3"),
-    ],
-    ids=["nothing", "exception", "exit-0", "exit-3"],
-)
-def test_sigterm_whose_handler_returns_does_not_state_how_the_program_ended(
-    tmp_path: Path, store: Path, end: str, code: int, state: str, reason: str
-) -> None:
-    with program(tmp_path, GOES_ON + end, BEGINNING + RETURNS + A_HOOK) as started:
-        started.terminate()
-        assert started.wait(60) == code
-    assert_all_there(store, state, reason)
-
-
-def test_sigterm_where_the_program_handles_it_later(tmp_path: Path, store: Path) -> None:
-    body = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nrecord(hook)\nready()\nwait()\n"
-    with program(tmp_path, body) as started:
-        started.terminate()
-        assert started.wait(60) == 7
-    assert_all_there(store, "failed", "SystemExit: 7")
-
-
 EXITS_BY_ITSELF = {
     "sys.exit(3)": (3, "SystemExit: 3"),
     "(lambda: sys.exit(3))()": (3, "SystemExit: 3"),
@@ -202,61 +193,22 @@ EXITS_BY_ITSELF = {
     "sys.exit()": (0, ""),
     "try:\n    sys.exit(3)\nexcept SystemExit:\n    pass": (0, ""),
     "try:\n    sys.exit(3)\nexcept SystemExit:\n    sys.exit()": (0, ""),
+    CAUGHT_BEFORE_FURTHER_STEPS: (0, ""),
     "threading.Thread(target=sys.exit, args=(3,)).start()": (0, ""),
     "hook.close()\nsys.exit(3)": (3, ""),
     "raise SystemExit(3)": (3, ""),  # nothing in the process can tell its code
+    "os._exit(3)": (3, "os._exit(3)"),
+    "os._exit(0)": (0, ""),
 }
-
-
-def test_an_exit_that_was_caught_before_further_steps_is_no_end(tmp_path: Path, store: Path) -> None:
-    body = """
-        record(hook, 10)
-        try:
-            sys.exit(2)  # as a parser of arguments does
-        except SystemExit:
-            pass
-        record(hook, 20)
-        ready()
-        raise SystemExit(0)
-        """
-    with program(tmp_path, body) as started:
-        assert started.wait(60) == 0
-    assert_all_there(store, "completed", "")
 
 
 @pytest.mark.parametrize("exits", EXITS_BY_ITSELF)
 def test_an_exit_code_states_how_the_program_ended(tmp_path: Path, store: Path, exits: str) -> None:
     code, reason = EXITS_BY_ITSELF[exits]
-    with program(tmp_path, f"record(hook)\nready()\n{exits}\n") as started:
+    steps = STEPS - 1 if exits == CAUGHT_BEFORE_FURTHER_STEPS else STEPS
+    with program(tmp_path, f"record(hook, {steps})\nready()\n{exits}\n") as started:
         assert started.wait(60) == code
     assert_all_there(store, "failed" if reason else "completed", reason)
-
-
-def test_sigterm_that_the_program_ignores(tmp_path: Path, store: Path) -> None:
-    beginning = BEGINNING + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + A_HOOK
-    with program(tmp_path, "record(hook)\nready()\nsys.stdin.readline()\n", beginning) as started:
-        started.terminate()
-        with pytest.raises(subprocess.TimeoutExpired):
-            started.wait(0.5)
-
-
-def test_closing_restores_the_process(tmp_path: Path, store: Path) -> None:
-    beginning = BEGINNING + "leave, leave_by_exception = os._exit, sys.exit\n" + A_HOOK
-    body = """
-        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        record(hook)
-        hook.close()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        assert signal.set_wakeup_fd(-1) == -1
-        assert os._exit is leave
-        assert sys.exit is leave_by_exception
-        ready()
-        wait()
-        """
-    with program(tmp_path, body, beginning) as started:
-        started.terminate()
-        assert started.wait(60) == -signal.SIGTERM
-    assert_all_there(store, "completed", "")
 
 
 @pytest.fixture
@@ -271,8 +223,8 @@ SHORT_TERM = (
 )
 
 
-def uploaded(server: FaultyS3, spill_root: Path) -> list[EndDocument]:
-    """Sync the spill folder once the store answers."""
+def uploaded(server: FaultyS3, spill_root: Path) -> EndDocument:
+    """Sync the spill folder once the store answers: all steps are there. Returns how the program ended."""
     assert spilled(spill_root)
     server.fault = "none"
     server.released.set()
@@ -280,35 +232,30 @@ def uploaded(server: FaultyS3, spill_root: Path) -> list[EndDocument]:
     assert sync(folder).why == ""
     found = on_server(server)
     assert found.steps == list(range(STEPS))
-    return found.ends
+    (end,) = found.ends
+    assert end.last_step == STEPS - 1
+    return end
 
 
-def test_sigterm_while_the_store_stalls(tmp_path: Path, stalling: FaultyS3, spill_root: Path) -> None:
-    with program(tmp_path, "record(hook)\nready()\nwait()\n", SHORT_TERM) as started:
-        assert stalling.met.wait(60)
-        started.terminate()
-        assert started.wait(30) == -signal.SIGTERM
-    (end,) = uploaded(stalling, spill_root)
-    assert (end.state, end.reason) == ("failed", "SIGTERM")
-
-
-def test_sigterm_while_the_hook_is_being_closed(tmp_path: Path, stalling: FaultyS3, spill_root: Path) -> None:
-    with program(tmp_path, "record(hook)\nready()\nhook.close()\n", SHORT_TERM) as started:
-        assert stalling.met.wait(60)
-        started.terminate()
-        assert started.wait(30) == -signal.SIGTERM
-    (end,) = uploaded(stalling, spill_root)
-    assert end.state in {"completed", "failed"}  # whichever came first
-
-
-def test_sigterm_while_the_interpreter_shuts_down(
-    tmp_path: Path, stalling: FaultyS3, spill_root: Path
+@pytest.mark.parametrize(
+    ("body", "states"),
+    [
+        (RECORDS_AND_WAITS, {"failed"}),
+        ("record(hook)\nready()\nhook.close()\n", {"completed", "failed"}),  # whichever came first
+        ("record(hook)\nready()\n", {"completed", "failed"}),
+    ],
+    ids=["while it trains", "while the hook is being closed", "while the interpreter shuts down"],
+)
+def test_sigterm_while_the_store_stalls(
+    tmp_path: Path, stalling: FaultyS3, spill_root: Path, body: str, states: set[str]
 ) -> None:
-    with program(tmp_path, "record(hook)\nready()\n", SHORT_TERM) as started:
+    with program(tmp_path, body, SHORT_TERM) as started:
         assert stalling.met.wait(60)
         started.terminate()
         assert started.wait(30) == -signal.SIGTERM
-    uploaded(stalling, spill_root)
+    end = uploaded(stalling, spill_root)
+    assert end.state in states
+    assert end.reason == "SIGTERM" or states != {"failed"}
 
 
 ON_CLOSING = """
@@ -327,7 +274,6 @@ def close(*_):
     sys.exit(3)
 signal.signal(signal.SIGTERM, close)
 """
-EXITS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
 A_SLOW_HOOK = SHORT_TERM.removeprefix(BEGINNING)
 in_both_orders = pytest.mark.parametrize("hook_first", [False, True], ids=["handler-first", "hook-first"])
 
@@ -348,8 +294,7 @@ def test_a_second_sigterm_while_the_handler_closes_the_hook(
         assert started.wait(60) == 3
         assert started.stdout is not None
         assert started.stdout.read() == "received\n"
-    (end,) = uploaded(stalling, spill_root)
-    assert end.last_step == STEPS - 1
+    uploaded(stalling, spill_root)
 
 
 @in_both_orders
@@ -372,8 +317,7 @@ def test_a_second_sigterm_while_the_program_ends_loses_nothing(
         assert started.wait(60) == 7
         assert started.stderr is not None
         assert "Traceback" not in started.stderr.read()
-    (end,) = uploaded(stalling, spill_root)
-    assert end.last_step == STEPS - 1
+    uploaded(stalling, spill_root)
 
 
 @in_both_orders
@@ -383,8 +327,8 @@ def test_a_first_sigterm_while_the_hook_is_closed_reaches_the_program_after_it(
     body = "record(hook)\nready()\nsend_while_closing(signal.SIGTERM)\nhook.close()\nwait()\n"
     with program(tmp_path, body, with_handler(EXITS, hook_first=hook_first)) as started:
         assert started.wait(60) == 7
-    (end,) = uploaded(stalling, spill_root)
-    assert (end.state, end.last_step) == ("completed", STEPS - 1)
+    end = uploaded(stalling, spill_root)
+    assert end.state == "completed"
 
 
 def test_a_sigterm_while_an_exception_ends_the_program_keeps_its_exit_code(
@@ -395,7 +339,7 @@ def test_a_sigterm_while_an_exception_ends_the_program_keeps_its_exit_code(
         assert started.wait(60) == 1
         assert started.stderr is not None
         assert "ValueError: boom" in started.stderr.read()
-    (end,) = uploaded(stalling, spill_root)
+    end = uploaded(stalling, spill_root)
     assert (end.state, end.reason) == ("failed", "ValueError: boom")
 
 
@@ -416,8 +360,7 @@ def test_a_sigterm_whose_handler_exits_leaves_less_time_than_a_close(
         assert stalling.met.wait(60)
         started.terminate()
         assert started.wait(60) == 7  # closing alone would wait for 600 s
-    (end,) = uploaded(stalling, spill_root)
-    assert end.last_step == STEPS - 1
+    uploaded(stalling, spill_root)
 
 
 def test_ctrl_c_while_the_hook_is_closed_leaves_the_rest_on_disk(
@@ -435,8 +378,7 @@ def test_ctrl_c_while_the_hook_is_closed_leaves_the_rest_on_disk(
     with program(tmp_path, body, BEGINNING + ON_CLOSING + A_SLOW_HOOK) as started:
         started.send_signal(signal.SIGINT)
         assert started.wait(60) == -signal.SIGINT
-    (end,) = uploaded(stalling, spill_root)
-    assert end.last_step == STEPS - 1
+    uploaded(stalling, spill_root)
 
 
 def test_no_thread_of_a_recorder_runs_text_as_code(tmp_path: Path, stalling: FaultyS3) -> None:
@@ -458,23 +400,15 @@ sys.addaudithook(audit)
         assert started.stdout.readline() == "[]\n"
 
 
-def test_os_exit(tmp_path: Path, store: Path) -> None:
-    with program(tmp_path, "record(hook)\nready()\nos._exit(3)\n") as started:
-        assert started.wait(60) == 3
-    assert_all_there(store, "failed", "os._exit(3)")
-
-
-def test_os_exit_with_success(tmp_path: Path, store: Path) -> None:
-    with program(tmp_path, "record(hook)\nready()\nos._exit(0)\n") as started:
-        assert started.wait(60) == 0
-    assert_all_there(store, "completed", "")
-
-
-def test_os_exit_while_the_store_stalls(tmp_path: Path, stalling: FaultyS3, spill_root: Path) -> None:
-    with program(tmp_path, "record(hook)\nready()\nos._exit(3)\n", SHORT_TERM) as started:
-        assert started.wait(30) == 3
-    (end,) = uploaded(stalling, spill_root)
-    assert (end.state, end.reason) == ("failed", "os._exit(3)")
+@pytest.mark.parametrize(("ends", "code"), [("os._exit(3)", 3), ("raise ValueError('boom')", 1)])
+def test_a_program_that_ends_by_itself_while_the_store_stalls(
+    tmp_path: Path, stalling: FaultyS3, spill_root: Path, ends: str, code: int
+) -> None:
+    beginning = SHORT_TERM if code == 3 else SHORT_TERM.replace("600.0", "0.5")
+    with program(tmp_path, f"record(hook)\nready()\n{ends}\n", beginning) as started:
+        assert started.wait(30) == code
+    end = uploaded(stalling, spill_root)
+    assert (end.state, end.reason) == ("failed", "os._exit(3)" if code == 3 else "ValueError: boom")
 
 
 def test_sigkill_leaves_what_was_flushed(tmp_path: Path, store: Path) -> None:
@@ -522,14 +456,6 @@ def test_sigkill_while_the_store_is_missing_leaves_spilled_rows(
     assert found.steps
     assert found.steps == list(range(len(found.steps)))
     assert (found.seqs, found.ends) == (list(range(len(found.seqs))), [])
-
-
-def test_an_exception_while_the_store_stalls(tmp_path: Path, stalling: FaultyS3, spill_root: Path) -> None:
-    beginning = SHORT_TERM.replace("600.0", "0.5")
-    with program(tmp_path, "record(hook)\nready()\nraise ValueError('boom')\n", beginning) as started:
-        assert started.wait(30) == 1
-    (end,) = uploaded(stalling, spill_root)
-    assert (end.state, end.reason) == ("failed", "ValueError: boom")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,11 @@ def record_offline(server: FaultyS3) -> Hook:
     return hook
 
 
+def be_second_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "WATCHSTEP_ATTEMPT": "a1"}.items():
+        monkeypatch.setenv(name, value)
+
+
 def run_sync(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "watchstep.command", "sync", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -129,8 +134,7 @@ def test_two_processes_that_never_reached_the_store_are_two_attempts(
 def test_a_rank_that_never_reached_the_store_takes_no_live_ones_name(
     server: FaultyS3, spill_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "WATCHSTEP_ATTEMPT": "a1"}.items():
-        monkeypatch.setenv(name, value)
+    be_second_of_two_ranks(monkeypatch)
     record_offline(server)
     assert run_sync().returncode == 0
     found = on_server(server)
@@ -143,8 +147,7 @@ def test_a_rank_that_never_reached_the_store_takes_no_live_ones_name(
 def test_a_later_document_of_another_process_of_the_rank_is_retained(
     server: FaultyS3, spill_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "WATCHSTEP_ATTEMPT": "a1"}.items():
-        monkeypatch.setenv(name, value)
+    be_second_of_two_ranks(monkeypatch)
     record_offline(server)
     record_offline(server)
     earlier, later = sorted(

@@ -14,7 +14,7 @@ import pytest
 from tests.sdk.faults.accounts import STEPS, accounted, rows_of, spilled, train
 from tests.sdk.faults.test_sync import run_sync
 from tests.sdk.training import EVERY_STEP
-from watchstep import Bounds, Hook, open_run
+from watchstep import Bounds, Hook, Run, open_run
 from watchstep.capture.upload.uploader import spill_folders, sync
 from watchstep.errors import ConfigError, MissingStoreError
 from watchstep.store.local import MARKER, STORE_ID, StoreIdentity
@@ -70,12 +70,12 @@ def record_until_it_vanishes(disk: Disk) -> Hook:
     return hook
 
 
+def run_of(store: Path) -> Run:
+    return open_run(store / "default" / "r")
+
+
 def steps_of(store: Path) -> list[int]:
-    return open_run(store / "default" / "r").steps("train")
-
-
-def rows(store: Path) -> int:
-    return len(open_run(store / "default" / "r").rows())
+    return run_of(store).steps("train")
 
 
 def test_what_is_recorded_meanwhile_waits_on_disk_and_is_uploaded_when_the_store_is_back(
@@ -96,10 +96,10 @@ def test_what_is_recorded_meanwhile_waits_on_disk_and_is_uploaded_when_the_store
     train(hook, each=each)
     hook.close()
     assert hook.health["counts"].get("dropped_rows", 0) == 0
-    assert rows(disk.store) == rows_of(tmp_path / "whole")
+    assert len(run_of(disk.store).rows()) == rows_of(tmp_path / "whole")
     assert steps_of(disk.store) == list(range(STEPS))
     assert spill_folders(spill_root) == []
-    assert open_run(disk.store / "default" / "r").state() == "completed"
+    assert run_of(disk.store).state() == "completed"
 
 
 def test_a_store_that_returns_after_the_program_gets_the_rest_by_sync(
@@ -115,7 +115,7 @@ def test_a_store_that_returns_after_the_program_gets_the_rest_by_sync(
     done = run_sync()
     assert (done.returncode, done.stderr) == (0, "")
     assert steps_of(disk.store) == list(range(STEPS))
-    assert rows(disk.store) == rows_of(tmp_path / "whole")
+    assert len(run_of(disk.store).rows()) == rows_of(tmp_path / "whole")
 
 
 def test_sync_leaves_what_belongs_to_another_store(tmp_path: Path, spill_root: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_store_that_is_emptied_while_a_program_records_is_reported_and_what_fo
 
     train(hook, each=empty)
     hook.close()
-    run = open_run(store / "default" / "r")
+    run = run_of(store)
     assert (run.state(), len(run.attempts)) == ("completed", 1)
     assert set(range(8, STEPS)) <= set(run.steps("train"))
     assert 0 not in run.steps("train")
@@ -188,19 +188,10 @@ def launch(disk: Disk, folder: Path) -> subprocess.CompletedProcess[str]:
     """A program whose store is taken away between its launch and its first write."""
     program = folder / "program.py"
     program.write_text(LAUNCHED)
-    start: list[str | Path] = [
-        Path(sys.executable).with_name("watchstep"),
-        "run",
-        "--store",
-        disk.store,
-        "--run",
-        "r",
-        "--",
-    ]
-    given: list[str | Path] = [disk.store, disk.elsewhere, str(disk.leaves_mount_point)]
-    return subprocess.run(
-        [*start, sys.executable, program, *given], capture_output=True, text=True, check=False, timeout=120
-    )
+    watchstep = Path(sys.executable).with_name("watchstep")
+    command: list[str | Path] = [watchstep, "run", "--store", disk.store, "--run", "r", "--"]
+    command += [sys.executable, program, disk.store, disk.elsewhere, str(disk.leaves_mount_point)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 def test_a_store_that_vanishes_between_the_launch_and_the_first_write_is_not_made_anew(
@@ -276,19 +267,13 @@ def test_jobs_that_begin_while_a_store_in_use_is_away_wait_for_it_on_each_rank(
     disk.take()
     program = tmp_path / "program.py"
     program.write_text(WAITING)
+    names = {"WORLD_SIZE": "2", "WATCHSTEP_RUN": "r", "WATCHSTEP_ATTEMPT": "a"}
     ranks = [
         subprocess.Popen(
             [sys.executable, program, disk.store, str(tmp_path / "back")],
             stdout=subprocess.PIPE,
             text=True,
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "WATCHSTEP_RUN": "r",
-                "WATCHSTEP_ATTEMPT": "a",
-            },
+            env={**os.environ, **names, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
     ]
@@ -302,7 +287,7 @@ def test_jobs_that_begin_while_a_store_in_use_is_away_wait_for_it_on_each_rank(
         assert rank.stdout is not None
         rank.stdout.close()
     assert spill_folders(spill_root) == []
-    run = open_run(disk.store / "default" / "r")
+    run = run_of(disk.store)
     assert (run.state(), sorted(set(run.rows().worker.tolist()))) == ("completed", [0, 1])
 
 
