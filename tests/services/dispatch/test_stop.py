@@ -1,3 +1,5 @@
+"""Stops of jobs, repeated ones, and the last good checkpoint."""
+
 from __future__ import annotations
 
 import os
@@ -12,7 +14,7 @@ from tests.services.driving import RULES, Driven
 from tests.services.jobs import STUBBORN, WILLING, eventually, launch
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.format.control import ControlDocument
-from watchstep.format.documents import EndState
+from watchstep.format.documents import Checkpoint, EndState
 from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.backends.local.backend import Local
@@ -27,7 +29,7 @@ from watchstep_services.dispatch.stop import try_stop
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import bind_job, register
-from watchstep_services.runs.stops import allow
+from watchstep_services.runs.stops import allow, request_stop
 
 
 def backend_of(driven: Driven) -> Local:
@@ -377,3 +379,99 @@ def test_a_stop_waits_for_a_worker_that_died_as_long_as_its_lease_and_no_receive
     waits_ns = next_due_ns(driven.service)
     assert waits_ns is not None
     assert 0 < waits_ns <= nanoseconds(20.0)
+
+
+def begun(driven: Driven, store: Store) -> int:
+    Recording(store).begin(on_stop="ignore").write(0, 0, 7)
+    run_id = driven.register()
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    return run_id
+
+
+def ask(driven: Driven, run_id: int, attempt: str = "a1") -> int | None:
+    with driven.service.database.write() as session:
+        return request_stop(session, driven.service.base_url, run_id, attempt, ("", "enough"))
+
+
+def test_a_job_that_is_bound_after_a_stop_was_requested_can_be_stopped(
+    driven: Driven, folder_store: Store, tmp_path: Path
+) -> None:
+    driven = driven.with_settings(grace_seconds=0.2)
+    run_id = begun(driven, folder_store)
+    first = ask(driven, run_id)
+    assert first is not None
+    assert ask(driven, run_id) is None, "it is on its way"
+    assert driven.finish(first).outcome.startswith("no job bound")
+    backend = driven.service.backends["local"]
+    assert isinstance(backend, Local)
+    job = launch(backend, tmp_path, WILLING)
+    bind_job(driven.service, run_id, "a1", job, "operator")
+
+    assert ask(driven, run_id) is None, "the binding has taken it up"
+
+    assert driven.finish(first).state == "done"
+    assert backend.status(job).state == "ended"
+    assert ask(driven, run_id) is None, "it was stopped"
+    assert driven.event_types(run_id).count("stop.requested") == 1
+
+
+def test_a_stop_of_an_attempt_that_another_follows_is_not_taken_up(
+    driven: Driven, folder_store: Store
+) -> None:
+    run_id = begun(driven, folder_store)
+    first = ask(driven, run_id)
+    assert first is not None
+    driven.finish(first)
+    Recording(folder_store, attempt="a2").begin(started_ns=2)
+    discover(driven.service, run_id)
+
+    assert ask(driven, run_id) is None
+    assert ask(driven, run_id, "a2") is not None
+
+
+def test_a_stop_that_found_no_job_is_carried_out_when_the_job_is_bound(
+    driven: Driven, folder_store: Store, tmp_path: Path
+) -> None:
+    """As of a launch that could not register while the service was down: the stop is not requested again."""
+    driven = driven.with_settings(grace_seconds=0.2)
+    run_id = begun(driven, folder_store)
+    stop = ask(driven, run_id)
+    assert stop is not None
+    assert driven.finish(stop).outcome.startswith("no job bound")
+    backend = driven.service.backends["local"]
+    assert isinstance(backend, Local)
+    job = launch(backend, tmp_path, WILLING)
+
+    bind_job(driven.service, run_id, "a1", job, "recorder")
+
+    assert driven.finish(stop).state == "done"
+    assert backend.status(job).state == "ended"
+    bind_job(driven.service, run_id, "a1", job, "recorder")
+    assert driven.finish(stop).state == "done", "one that ended the attempt is not taken up"
+
+
+def test_a_stop_names_step_tensor_job_and_the_last_good_checkpoint(
+    driven: Driven, folder_store: Store, tmp_path: Path
+) -> None:
+    recording = Recording(folder_store).begin(on_stop="ignore")
+    saved = [Checkpoint(f"/c/{step}.pt", step, recording.attempt, 0, 1000 + step) for step in (1, 3, 6)]
+    for checkpoint in saved:
+        recording.store.put(checkpoint.key, checkpoint.encode())
+    job = launch(backend_of(driven), tmp_path, WILLING)
+    run_id, action = fired(driven, recording, job)
+    driven.finish(action.id)
+    done = done_event(driven, run_id)
+    assert (done["step"], done["tensor"], done["job"]) == (5, "loss", f"local:{job.id}")
+    assert done["last_good_checkpoint"] == saved[1].as_data()
+
+
+def test_where_no_checkpoint_is_good_none_is_named(
+    driven: Driven, folder_store: Store, tmp_path: Path
+) -> None:
+    recording = Recording(folder_store).begin(on_stop="ignore")
+    late = Checkpoint("/c/5.pt", 5, recording.attempt, 0, 1)
+    recording.store.put(late.key, late.encode())
+    run_id, action = fired(driven, recording, launch(backend_of(driven), tmp_path, WILLING))
+    driven.finish(action.id)
+    assert done_event(driven, run_id)["last_good_checkpoint"] is None

@@ -1,12 +1,19 @@
+"""Retention: policies, and what the upkeep deletes."""
+
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sqlalchemy import func, select, update
 
 from tests.services.driving import Driven
+from tests.services.jobs import eventually
 from tests.services.notify.test_notifying import rule, told_by
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep import open_run
@@ -23,6 +30,7 @@ from watchstep_services.db.models import (
     Base,
     EventRow,
     Project,
+    ProjectStore,
     RetentionPolicy,
     RunRow,
     TickRow,
@@ -31,7 +39,16 @@ from watchstep_services.db.models import (
 )
 from watchstep_services.db.records import add_action
 from watchstep_services.evaluation.journal import unwritten, write_journal
-from watchstep_services.retention import IDLE_NS, delete_rows, purge_groups, upkeep
+from watchstep_services.retention import (
+    IDLE_NS,
+    RetentionTimes,
+    UpkeepProgress,
+    UpkeepThreads,
+    delete_rows,
+    next_step,
+    purge_groups,
+    upkeep,
+)
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import discover_runs
@@ -39,6 +56,54 @@ from watchstep_services.scheduler import work
 from watchstep_services.scheduler.sweep import find_due
 from watchstep_services.service.context import Service
 from watchstep_services.stores.confined_folder import ConfinedFolder
+
+spans = st.none() | st.integers(0, 1000)
+policies = st.builds(RetentionTimes, st.none() | st.integers(1, 1000), spans, spans, spans)
+_MARKS = {
+    "summarize": "summarized_ns",
+    "compact": "compacted_ns",
+    "delete_originals": "originals_gone_ns",
+    "delete_tensors": "tensors_gone_ns",
+}
+
+
+def lived(policy: RetentionTimes, kept: UpkeepProgress) -> list[tuple[str, int]]:
+    """Each step when it is due, until nothing is."""
+    done: list[tuple[str, int]] = []
+    while (due := next_step(policy, kept)) is not None:
+        done.append(due)
+        if due[0] == "delete_run":
+            return done
+        kept = replace(kept, **{_MARKS[due[0]]: due[1]})  # type: ignore[arg-type]
+    return done
+
+
+@given(policies, st.integers(0, 1000))
+def test_each_step_is_done_once_in_order_of_time(policy: RetentionTimes, ended: int) -> None:
+    done = lived(policy, UpkeepProgress(ended))
+    names = [name for name, _ in done]
+    assert len(names) == len(set(names))
+    assert [at for _, at in done] == sorted(at for _, at in done)
+    steps = dict(done)
+    if policy.runs is not None:
+        assert done[-1] == ("delete_run", ended + policy.runs)
+    else:
+        assert steps.get("delete_tensors") == (None if policy.tensors is None else ended + policy.tensors)
+        assert ("compact" in steps) == (policy.compact_after is not None)
+        assert ("delete_originals" in steps) == (
+            policy.compact_after is not None and policy.originals is not None
+        )
+
+
+@given(policies, st.integers(0, 1000), st.booleans())
+def test_a_run_that_is_held_loses_nothing(policy: RetentionTimes, ended: int, deleting: bool) -> None:
+    names = {name for name, _ in lived(policy, UpkeepProgress(ended, on_hold=True, deleting=deleting))}
+    assert names <= {"summarize", "compact", "delete_originals"}
+
+
+@given(policies, st.integers(0, 1000))
+def test_a_deletion_that_began_is_ended(policy: RetentionTimes, ended: int) -> None:
+    assert next_step(policy, UpkeepProgress(ended, deleting=True)) == ("delete_run", ended)
 
 
 def policy(driven: Driven, **seconds: int) -> None:
@@ -420,3 +485,44 @@ def test_a_segment_that_comes_while_originals_are_deleted_stays_and_is_judged(
     discover(driven.service, run_id)
     driven.settle(run_id)
     assert {attempt for _, attempt, _ in driven.findings()} == {"a1", "a2"}
+
+
+def move(driven: Driven, run_id: int, project: str) -> None:
+    """Give a run to another project, which lies at the same place."""
+    with driven.service.database.write() as session:
+        store = session.get_one(Project, PROJECT).placed.store_id
+        placed = ProjectStore(project=project, store_id=store)
+        session.add(Project(name=project, placed=placed))
+        session.flush()
+        row = session.get_one(RunRow, run_id)
+        row.project, row.project_store_id = project, placed.id
+
+
+def test_a_step_that_hangs_holds_up_its_own_project_alone(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, hangs, done = threading.Event(), threading.Event(), []
+    for run in ("run-1", "run-2"):
+        ended(driven, folder_store, run)
+    other, _ = ended(driven, folder_store, "run-3")
+    move(driven, other, "other")
+
+    def compact(store: Store) -> None:
+        if PROJECT in store.location:
+            begun.set()
+            assert hangs.wait(60)
+        done.append(store.location.rpartition("/")[2])
+
+    def is_done() -> bool:
+        threads.start()  # each thread does one step and ends
+        return begun.is_set() and done == ["run-3"]
+
+    monkeypatch.setattr(upkeeping, "compact", compact)
+    threads = UpkeepThreads(driven.with_settings(compact_after_seconds=1e-9).service, 1)
+    try:
+        eventually(is_done)
+    finally:
+        hangs.set()
+        threads.close()
+    threads.start()
+    assert done == ["run-3", "run-1"]

@@ -1,4 +1,4 @@
-"""Announcements on both databases: what they change in the inbox and in the run's row, and what they answer."""
+"""Announcements of recorders, and their rules."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from tests.services.announcing import announcing
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording
 from watchstep.capture.service.client import MOST_SEGMENTS
+from watchstep.errors import RuleError
 from watchstep.format.capture_needs import CaptureNeed
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.store.store import Store
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.api.app import create_app
 from watchstep_services.api.schemas import models
 from watchstep_services.auth import create_token
@@ -31,11 +33,12 @@ from watchstep_services.db.models import Project, RunRow, Segment
 from watchstep_services.db.records import MOST_WAITING
 from watchstep_services.runs.announcements import FOLLOWING, Announcement, accept_announcement
 from watchstep_services.runs.control import change, set_needs
-from watchstep_services.runs.registration import register
+from watchstep_services.runs.registration import discover_runs, register
 from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.service.waiting_segments import WaitingRoom
 
 WAIT = 60.0
+QUERY = "SELECT tensor FROM statistics WHERE nan > 0"
 
 
 class Notified:
@@ -410,3 +413,37 @@ def test_an_archived_project_accepts_no_segments(announced: Announcing) -> None:
     assert announced.driven.segments(announced.run_id) == {}
     assert (announced.row.last_seen_ns, announced.row.health) == (before, {})
     assert announced.answer(*keys(0), run="run-2").status_code == 404
+
+
+def sql(name: str, **params: Any) -> RuleConfig:
+    return RuleConfig(rule="sql", name=name, params={"query": QUERY, **params})
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ([sql("slow", seconds=60)], "seconds = 60"),
+        ([sql("large", memory_mb=4096)], "memory_mb = 4096"),
+        ([sql(f"q{number}") for number in range(4)], "4 SQL rules; a recorder may request 3"),
+        (
+            [RuleConfig(rule="overfit", name=f"r{n}") for n in range(101)],
+            "101 rules; a recorder may request 100",
+        ),
+    ],
+)
+def test_a_recorder_may_not_ask_for_what_occupies_the_workers(
+    driven_sqlite: Driven, asked: list[RuleConfig], says: str
+) -> None:
+    with pytest.raises(RuleError, match=says):
+        register(driven_sqlite.service, PROJECT, "run-1", tuple(asked), "recorder")
+    assert register(driven_sqlite.service, PROJECT, "run-1", tuple(asked), "operator") == 1
+
+
+def test_a_run_found_with_such_rules_is_judged_without_them(
+    driven_sqlite: Driven, folder_store: Store
+) -> None:
+    Recording(folder_store).begin(rules=[sql("slow", seconds=60).as_data()])
+    [run_id] = discover_runs(driven_sqlite.service)
+    assert "seconds = 60" in driven_sqlite.run(run_id).health["run_document"]
+    driven_sqlite.register()
+    assert register(driven_sqlite.service, PROJECT, "run-1", (sql("quick"),), "recorder") == run_id

@@ -1,4 +1,8 @@
+"""Requests to the workers of a run, and documents of a project: capture and retention."""
+
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -9,9 +13,17 @@ from watchstep.format.control import ControlDocument, SnapshotRequest
 from watchstep.store.store import Store
 from watchstep_services.db.models import RunRow
 from watchstep_services.dispatch.dispatch import dispatch, due_actions
+from watchstep_services.retention import upkeep
 from watchstep_services.stores.confined_folder import ConfinedFolder
 
 RUN = "/v1/projects/vision/runs/run-1"
+PROJECT = "/v1/projects/vision"
+CAPTURE = f"{PROJECT}/capture"
+DOCUMENT: dict[str, Any] = {
+    "overhead_budget": 0.05,
+    "collections": {"activations": None, "head": {"include": "head[.]", "tensors": {"every": 10}}},
+}
+NONE = {"document": None, "changed_by": "", "changed_ns": 0}
 
 
 def on_store(store: Store) -> ControlDocument:
@@ -155,3 +167,145 @@ def test_a_repeated_request_has_one_effect(api: Api, recording: Recording) -> No
     assert first.json()["id"] == second.json()["id"]
     assert second.headers["idempotency-replayed"] == "true"
     assert len(api.call("GET", f"{RUN}/control").json()["snapshots"]) == 1
+
+
+def test_an_operator_stores_a_document_that_launches_receive(api: Api) -> None:
+    assert api.call("GET", CAPTURE, role="viewer").json() == NONE
+    stored = api.call("PUT", CAPTURE, DOCUMENT)
+    assert stored.status_code == 200
+    answer = stored.json()
+    assert answer["document"] == DOCUMENT
+    assert answer["changed_by"].startswith("operator, token ")
+    assert answer["changed_ns"] > 0
+    assert api.call("GET", CAPTURE, role="viewer").json() == answer
+    for role in ("recorder", "operator"):
+        registered = api.call("POST", f"{PROJECT}/runs", {"run": f"by-{role}"}, role=role)
+        assert registered.json()["capture"] == DOCUMENT
+    other = api.call("POST", "/v1/projects/other/runs", {"run": "r"})
+    assert other.json()["capture"] is None
+    assert api.call("DELETE", CAPTURE).json() == NONE
+    assert api.call("POST", f"{PROJECT}/runs", {"run": "later"}).json()["capture"] is None
+    assert api.call("DELETE", CAPTURE).json() == NONE
+
+
+@pytest.mark.parametrize("role", ["viewer", "recorder"])
+def test_only_operators_write_it(api: Api, role: Any) -> None:
+    assert api.call("PUT", CAPTURE, DOCUMENT, role=role).status_code == 403
+    assert api.call("DELETE", CAPTURE, role=role).status_code == 403
+    assert api.call("GET", CAPTURE).json() == NONE
+
+
+def test_a_token_of_another_project_does_not_see_it(api: Api) -> None:
+    api.call("PUT", CAPTURE, DOCUMENT)
+    for method, body in (("GET", None), ("PUT", {}), ("DELETE", None)):
+        refused = api.call(method, CAPTURE, body, project="other")
+        assert refused.status_code in {403, 404}
+        assert "head" not in refused.text
+    assert api.call("GET", CAPTURE).json()["document"] == DOCUMENT
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"colections": {}}, "capture document: colections: unknown key"),
+        ({"collections": {"a": {"include": "("}}}, "collections.a.include"),
+        ({"collections": {"a": {"include": "(" * 4000}}}, "collections.a.include"),
+        ({"overhead_budget": 5}, "overhead_budget: 5 is not"),
+        (
+            {"collections": {f"c{n}": {"include": "x" * 90} for n in range(200)}},
+            "more than the limit of 16384",
+        ),
+    ],
+)
+def test_an_invalid_document_is_refused(api: Api, body: Any, message: str) -> None:
+    refused = api.call("PUT", CAPTURE, body)
+    assert refused.status_code == 422
+    assert message in refused.text
+    assert api.call("GET", CAPTURE).json() == NONE
+
+
+@pytest.mark.parametrize("body", [[], "text", 7, None])
+def test_a_document_is_a_mapping(api: Api, body: Any) -> None:
+    assert api.call("PUT", CAPTURE, body).status_code == 422
+
+
+def test_concurrent_changes_are_not_overwritten(api: Api) -> None:
+    api.call("PUT", CAPTURE, DOCUMENT)
+    token = f"Bearer {api.token('operator')}"
+    headers = {"authorization": token, "content-type": "application/json"}
+    etag = api.client.request("GET", CAPTURE, headers=headers).headers["etag"]
+    api.call("PUT", CAPTURE, {"gate": False})
+    for method in ("PUT", "DELETE"):
+        conditional = {**headers, "if-match": etag}
+        refused = api.client.request(method, CAPTURE, content="{}", headers=conditional)
+        assert refused.status_code == 412
+    assert api.call("GET", CAPTURE).json()["document"] == {"gate": False}
+
+
+def test_an_unknown_project_is_created_and_an_invalid_name_is_refused(api: Api) -> None:
+    assert api.call("PUT", "/v1/projects/new/capture", DOCUMENT).status_code == 200
+    assert api.call("GET", "/v1/projects/new", role="viewer").status_code == 200
+    assert api.call("PUT", "/v1/projects/..x%20y/capture", DOCUMENT).status_code in {404, 422}
+
+
+def test_an_archived_project_keeps_its_document(api: Api) -> None:
+    api.call("PUT", CAPTURE, DOCUMENT)
+    api.call("PATCH", PROJECT, {"archived": True}, role="admin")
+    assert api.call("PUT", CAPTURE, {}).status_code == 409
+    assert api.call("GET", CAPTURE).json()["document"] == DOCUMENT
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"\ud800": 1},
+        {"collections": {"e": {"include": "\ud800", "tensors": {"every": 1}}}},
+        {"collections": {"e": {"modules": ["\udfff"], "tensors": {"every": 1}}}},
+    ],
+)
+def test_an_unpaired_surrogate_is_refused(api: Api, document: dict[str, Any]) -> None:
+    refused = api.call("PUT", CAPTURE, document)
+    assert (refused.status_code, "unpaired surrogate" in refused.json()["detail"]) == (422, True)
+    assert api.call("GET", CAPTURE).json() == NONE
+    emoji = {"collections": {"e": {"modules": ["\U0001f600"], "tensors": {"every": 1}}}}
+    assert api.call("PUT", CAPTURE, emoji).json()["document"] == emoji
+
+
+def end(api: Api) -> None:
+    with api.driven.service.database.write() as session:
+        run = session.query(RunRow).one()
+        run.state, run.ended_ns = "completed", 1
+
+
+def test_only_an_admin_sets_the_policy(api: Api, recording: Recording) -> None:
+    nothing = {"compact_after_s": None, "originals_s": None, "keep_tensors_s": None, "keep_runs_s": None}
+    assert api.call("GET", f"{PROJECT}/retention", role="viewer").json() == nothing
+    month = {"keep_runs_s": 30 * 86400}
+    assert api.call("PUT", f"{PROJECT}/retention", month).status_code == 403
+    for body in (month, {"keep_runs_s": 5}):
+        answer = api.call("PUT", f"{PROJECT}/retention", body, role="admin")
+        assert answer.json() == {**nothing, **body}
+    assert api.call("GET", f"{PROJECT}/retention").json()["keep_runs_s"] == 5
+    assert api.call("PUT", f"{PROJECT}/retention", {"keep_runs_s": -1}, role="admin").status_code == 422
+    assert api.call("GET", "/v1/projects/other/retention").status_code == 404
+
+
+def test_a_run_that_has_ended_is_deleted(api: Api, recording: Recording) -> None:
+    assert api.call("DELETE", RUN, role="admin").status_code == 409
+    end(api)
+    assert api.call("DELETE", RUN).status_code == 403
+    assert api.call("DELETE", RUN, role="admin").json()["deleting"]
+    assert api.call("PUT", f"{RUN}/hold", {"reason": "too late"}).status_code == 409
+    assert upkeep(api.driven.service) == 1
+    assert not list(recording.store.entries())
+    assert api.call("GET", RUN).status_code == 404
+
+
+def test_a_run_on_hold_is_not_deleted(api: Api, recording: Recording) -> None:
+    end(api)
+    hold = api.call("PUT", f"{RUN}/hold", {"reason": "for the paper"}).json()
+    assert (hold["on_hold"], hold["hold_reason"]) == (True, "for the paper")
+    assert api.call("DELETE", RUN, role="admin").status_code == 409
+    assert api.call("GET", f"{RUN}/retention", role="viewer").json() == hold
+    api.call("DELETE", f"{RUN}/hold")
+    assert api.call("DELETE", RUN, role="admin").status_code == 202
