@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -267,10 +266,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     held = tmp_path_factory.mktemp("requeueing")
     (held / "train.py").write_text(TRAIN)
     yield held
-    note = held / "store" / ".watchstep" / "service.json"
-    if note.exists():
-        os.kill(json.loads(note.read_text())["process"]["pid"], signal.SIGTERM)
-        eventually(lambda: not note.exists(), SECONDS)
+    end_service_of(held / "store")
 
 
 @pytest.fixture
@@ -338,13 +334,6 @@ def test_without_a_good_checkpoint_it_is_not(launch: Estimator) -> None:
     assert job.record.attempt == first
 
 
-class Unknowing(Local):
-    """A backend that finds no job by its name."""
-
-    kind: ClassVar[str] = "local"
-    find: ClassVar[None] = None  # type: ignore[assignment]
-
-
 def test_what_people_stop_stays_stopped_and_in_doubt_nothing_is_submitted(
     launch: Estimator, tmp_path: Path
 ) -> None:
@@ -360,7 +349,7 @@ def test_what_people_stop_stays_stopped_and_in_doubt_nothing_is_submitted(
     doubted = replace(job.record, relaunch=replace(job.record.relaunch, intent=intent))
     doubted.save()
     with pytest.raises(BackendDownError, match="ws-again-1234"):
-        launched_again(doubted, Unknowing())
+        launched_again(doubted, Own())
     assert job.backend.jobs() == []
     taken = started_under(intent.name, tmp_path)
     try:

@@ -14,9 +14,9 @@ import pytest
 import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import event, select, update
+from sqlalchemy import select, update
 
-from tests.services.driving import Driven, make_service
+from tests.services.driving import Driven, make_service, statements
 from tests.services.jobs import eventually
 from tests.services.postgres import Postgres
 from watchstep.errors import BadNameError, ConfigError, NotFoundError
@@ -126,22 +126,15 @@ def test_it_is_revoked_only_where_it_is(database: Database) -> None:
 
 def test_its_use_is_noted_once_a_minute(database: Database) -> None:
     token = create_token(database, "viewer")
-    writes: list[str] = []
-
-    @event.listens_for(database.engine, "before_cursor_execute")
-    def _count(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
-        if statement.startswith("UPDATE"):
-            writes.append(statement)
-
-    for _ in range(5):
-        identify(database, token)
+    with statements(database) as executed:
+        for _ in range(5):
+            identify(database, token)
     first = row_of(database, token).last_used_ns
     assert first is not None
-    assert len(writes) == 1
+    assert len([statement for statement in executed if statement.startswith("UPDATE")]) == 1
     shift(database, token, last_used_ns=MINUTE)
     identify(database, token)
     assert (row_of(database, token).last_used_ns or 0) > first - MINUTE
-    event.remove(database.engine, "before_cursor_execute", _count)
 
 
 @pytest.mark.parametrize("name", ["two\nlines", "x" * 129, "\x1b[31m"])

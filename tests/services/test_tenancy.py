@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import update
 
 from tests.services.driving import Driven
 from tests.services.jobs import STUBBORN, eventually, launch
@@ -27,7 +26,6 @@ from watchstep_services.db.models import RunRow
 from watchstep_services.evaluation.backtests import judge_next, read_progress, request_backtest
 from watchstep_services.evaluation.journal import unwritten, write_journal
 from watchstep_services.retention import upkeep
-from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import QUIET_NS, advance_run, health_of, quiet_since
 from watchstep_services.runs.registration import RunOrigin, bind_job, discover_runs, register
 from watchstep_services.tenancy import (
@@ -65,14 +63,12 @@ def test_nothing_of_a_run_is_on_the_store_of_new_runs(
     recording = Recording(folder_store)
     recording.write_all([9, 19], damage_from(15))
     run_id = driven.register()  # as a recorder does that names no store
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     (stop,) = driven.actions(run_id)
     driven.dispatched(stop.id)
     assert ControlDocument.decode(recording.store.get("control.json")).stop is not None
     recording.end("completed", 19)
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     driven.finish(stop.id)
     assert advance_run(driven.service, run_id) in {"completed", "stopped"}
     (due,) = unwritten(driven.service)
@@ -156,14 +152,12 @@ def test_a_run_is_quiet_if_nothing_of_it_was_evaluated_for_thirty_seconds(
 ) -> None:
     run_id = driven_sqlite.register()
     now = 10_000 * NANOSECONDS
-    with driven_sqlite.service.database.write() as session:
-        session.execute(
-            update(RunRow).values(
-                registered_ns=now - ago * NANOSECONDS,
-                evaluated_ns=0 if evaluated_ago is None else now - evaluated_ago * NANOSECONDS,
-                ended_ns=now if ended else None,
-            )
-        )
+    driven_sqlite.change(
+        RunRow,
+        registered_ns=now - ago * NANOSECONDS,
+        evaluated_ns=0 if evaluated_ago is None else now - evaluated_ago * NANOSECONDS,
+        ended_ns=now if ended else None,
+    )
     with driven_sqlite.service.database.read() as session:
         run = session.get_one(RunRow, run_id)
         since = quiet_since(run, now)
@@ -214,15 +208,12 @@ def test_a_job_on_a_backend_of_any_name_is_seen_and_stopped(
         allow_backends(session, PROJECT, [name])
     job = launch(backend, tmp_path, STUBBORN)
     bind_job(driven.service, run_id, recording.attempt, replace(job, backend=name), "operator")
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     assert advance_run(driven.service, run_id) == "running"
     (action,) = driven.actions(run_id)
     assert driven.finish(action.id).state == "done"
     eventually(lambda: backend.status(job).state == "ended")
-    assert [
-        event["data"]["how"] for event in driven.events(run_id) if event["type"] == "io.watchstep.stop.done"
-    ] == ["killed"]
+    assert [event["data"]["how"] for event in driven.events(run_id, "stop.done")] == ["killed"]
     assert advance_run(driven.service, run_id) == "stopped"
 
 

@@ -204,4 +204,4 @@ def test_the_service_describes_its_queues(api: Api) -> None:
     assert [queue["name"] for queue in status["queues"]] == ["runs", "actions", "backtests"]
     assert all(queue["oldest_seconds"] >= 0 for queue in status["queues"])
     assert status["projects"] == {}
-    assert api.call("GET", "/v1/service", role="viewer", project="vision").status_code == 403
+    assert api.status("GET", "/v1/service", role="viewer", project="vision") == 403

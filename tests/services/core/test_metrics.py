@@ -60,8 +60,7 @@ def test_an_evaluation_a_notification_and_a_lost_lease_are_counted(
     before = read()
     run_id = driven_sqlite.register()
     recording = Recording(folder_store).begin()
-    driven_sqlite.announce(run_id, recording.write(0, 0, 3), recording.write(1, 4, 7, nan_from(6)))
-    driven_sqlite.settle(run_id)
+    driven_sqlite.judge(run_id, recording.write(0, 0, 3), recording.write(1, 4, 7, nan_from(6)))
     assert driven_sqlite.evaluate(run_id).outcome == "idle"
     assert grown(before, "watchstep_evaluations_total{outcome=committed}") >= 1
     assert grown(before, "watchstep_evaluations_total{outcome=idle}") == 1

@@ -295,8 +295,7 @@ def test_a_lease_ends_when_nobody_keeps_it(driven: Driven, folder_store: Store) 
     run_id = driven.register()
     first = claim(driven.service.database, run_id, nanoseconds(3600.0))
     assert first is not None
-    with driven.service.database.write() as session:
-        session.get_one(RunRow, run_id).lease_until_ns = 0
+    driven.change(RunRow, run_id, lease_until_ns=0)
     second = claim(driven.service.database, run_id, nanoseconds(3600.0))
     assert second is not None
     assert second.epoch == first.epoch + 1

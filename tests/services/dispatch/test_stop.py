@@ -43,8 +43,7 @@ def fired(driven: Driven, recording: Recording, job: JobHandle | None = None) ->
     run_id = driven.register()
     if job is not None:
         bind_job(driven.service, run_id, recording.attempt, job, "operator")
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     (action,) = driven.actions(run_id)
     return run_id, action
 
@@ -54,7 +53,7 @@ def control_of(recording: Recording) -> ControlDocument:
 
 
 def done_event(driven: Driven, run_id: int) -> dict[str, object]:
-    (event,) = [event for event in driven.events(run_id) if event["type"] == "io.watchstep.stop.done"]
+    (event,) = driven.events(run_id, "stop.done")
     data: dict[str, object] = event["data"]
     return data
 
@@ -217,8 +216,7 @@ def test_two_rules_make_one_stop(driven: Driven, folder_store: Store) -> None:
     run_id = register(driven.service, PROJECT, "run-1", (twice,), "operator")
     with driven.service.database.write() as session:
         allow(session, PROJECT, twice, "an operator", "tried for a month")
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     assert driven.event_types(run_id).count("alert.firing") == 2
     assert driven.event_types(run_id).count("stop.requested") == 1
     assert len(driven.actions(run_id)) == 1
@@ -231,8 +229,7 @@ def test_a_rule_without_permission_stops_nothing(driven: Driven, folder_store: S
     recording = Recording(folder_store).begin()
     quiet = Driven(replace(driven.service, owner_rules=RULES[1:]))
     run_id = quiet.register(rules=[stops])
-    quiet.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    quiet.settle(run_id)
+    quiet.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     assert quiet.event_types(run_id) == ["run.started", "alert.firing", "stop.would_have"]
     assert quiet.actions(run_id) == []
 
@@ -241,8 +238,7 @@ def test_a_stop_of_an_attempt_that_is_over_does_nothing(driven: Driven, folder_s
     recording = Recording(folder_store).begin()
     run_id, action = fired(driven, recording)
     again = Recording(folder_store, attempt="a2").begin()
-    driven.announce(run_id, again.write(0, 6, 9))
-    driven.settle(run_id)
+    driven.judge(run_id, again.write(0, 6, 9))
     assert driven.finish(action.id).state == "skipped"
     assert driven.run(run_id).control["version"] == 0
 
@@ -256,11 +252,9 @@ def resumed_beside(
     run_id = driven.register()
     key = first.write(0, 0, 4)
     if seen_before:
-        driven.announce(run_id, key)
-        driven.settle(run_id)
+        driven.judge(run_id, key)
     second = Recording(root, attempt="a2").begin(started_ns=time.time_ns())
-    driven.announce(run_id, key, second.write(0, 5, 9, nan_from(7)))
-    driven.settle(run_id)
+    driven.judge(run_id, key, second.write(0, 5, 9, nan_from(7)))
     return run_id, first, second
 
 
@@ -298,8 +292,7 @@ def test_an_attempt_that_only_seems_to_be_older_is_stopped_once_the_other_is_sil
     (action,) = driven.actions(run_id)
     assert driven.dispatched(action.id).state == "pending"
     monkeypatch.setattr("watchstep_services.dispatch.stop._AHEAD_NS", 1)
-    driven.announce(run_id, second.write(1, 10, 14, nan_from(10)))
-    driven.settle(run_id)
+    driven.judge(run_id, second.write(1, 10, 14, nan_from(10)))
     driven.dispatched(action.id)
     stop = control_of(second).stop
     assert stop is not None
@@ -317,8 +310,7 @@ def test_a_silent_attempt_with_a_job_of_its_own_is_ended_though_another_is_newer
     newest = job if shared else launch(backend_of(driven), tmp_path, WILLING, "second")
     bind_job(driven.service, run_id, "a2", newest, "operator")
     again = Recording(folder_store, attempt="a2").begin()
-    driven.announce(run_id, again.write(0, 6, 9))
-    driven.settle(run_id)
+    driven.judge(run_id, again.write(0, 6, 9))
     monkeypatch.setattr("watchstep_services.dispatch.stop._SILENT_NS", 0)
     assert driven.finish(action.id).state == ("skipped" if shared else "done")
     assert backend_of(driven).status(job).is_over == (not shared)
@@ -331,8 +323,7 @@ def test_an_action_that_fails_blocks_no_other(
 ) -> None:
     broken, working = Recording(folder_store, run="broken").begin(), Recording(folder_store).begin()
     run_id = driven.register("broken")
-    driven.announce(run_id, broken.write(0, 0, 3, nan_from(1)))
-    driven.settle(run_id)
+    driven.judge(run_id, broken.write(0, 0, 3, nan_from(1)))
     (first,) = driven.actions(run_id)
     _, second = fired(driven, working)
     stop = try_stop
@@ -357,8 +348,8 @@ def test_an_action_whose_worker_died_is_done_by_another(driven: Driven, folder_s
     claim = dispatching._claim(driven.service, action.id)
     assert claim is not None
     assert dispatch(driven.service, action.id) is None
-    with driven.service.database.write() as session:  # its lease ends
-        session.get_one(ActionRow, action.id).next_ns = 0
+    # its lease ends
+    driven.change(ActionRow, action.id, next_ns=0)
     assert dispatch(driven.service, action.id) is not None
     dispatching._record(driven.service, claim, AttemptResult("done", "too late"))
     assert driven.tries(action.id) == [("advanced", "asked all workers to stop at step 8")]
@@ -384,8 +375,7 @@ def test_a_stop_waits_for_a_worker_that_died_as_long_as_its_lease_and_no_receive
 def begun(driven: Driven, store: Store) -> int:
     Recording(store).begin(on_stop="ignore").write(0, 0, 7)
     run_id = driven.register()
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     return run_id
 
 

@@ -265,8 +265,7 @@ def test_steps_that_are_only_announced_do_not_postpone_a_stop(
 ) -> None:
     recording = Recording(folder_store).begin(world_size=2)
     run_id = driven_sqlite.register()
-    driven_sqlite.announce(run_id, recording.write(0, 0, 7), recording.write(0, 0, 7, worker=1))
-    driven_sqlite.settle(run_id)
+    driven_sqlite.judge(run_id, recording.write(0, 0, 7), recording.write(0, 0, 7, worker=1))
     driven_sqlite.announce(
         run_id, recording.key(900, 10**15, 10**15)
     )  # by anyone who may record in the project

@@ -23,9 +23,8 @@ from watchstep_launch.backend import JobHandle
 from watchstep_launch.backends.local.backend import Local
 from watchstep_services.core.settings import load_settings
 from watchstep_services.core.store_location import StoreRegistration
-from watchstep_services.db.models import ActionRow, AuditEntry, BoundJobRow, RunRow
+from watchstep_services.db.models import ActionRow, AuditEntry, RunRow
 from watchstep_services.dispatch.dispatch import dispatch
-from watchstep_services.runs import attempts
 from watchstep_services.runs.control import MIRROR
 from watchstep_services.runs.registration import register
 from watchstep_services.runs.stops import StopStage, request_stop
@@ -64,8 +63,7 @@ class Stopping:
         return self.try_action(self.action_id)
 
     def try_action(self, action_id: int) -> tuple[str, str, int]:
-        with self.driven.service.database.write() as session:
-            session.get_one(ActionRow, action_id).next_ns = 0
+        self.driven.change(ActionRow, action_id, next_ns=0)
         tried = dispatch(self.driven.service, action_id)
         assert tried is not None
         return tried.result, tried.detail, tried.stage
@@ -89,9 +87,7 @@ class Stopping:
             return [(row.kind, row.data.get("outcome", "")) for row in rows]
 
     def how(self) -> str:
-        (done,) = [
-            event for event in self.driven.events(self.run_id) if event["type"] == "io.watchstep.stop.done"
-        ]
+        (done,) = self.driven.events(self.run_id, "stop.done")
         return str(done["data"]["how"])
 
 
@@ -105,14 +101,6 @@ def with_project(service: Service, s3: FaultyS3) -> None:
         create_project(session, FAR, register_store(session, "bucket", placed))
 
 
-def bind(service: Service, run_id: int, job: JobHandle) -> None:
-    with service.database.write() as session:
-        attempts.ensure(session, run_id, "a1")
-        session.add(
-            BoundJobRow(run_id=run_id, attempt="a1", backend=job.backend, job_id=job.id, identity=dict(job.identity), bound_by="operator")
-        )  # fmt: skip
-
-
 def stopping(
     driven: Driven, s3: FaultyS3, job: JobHandle | None, *, on_stop: str = "raise", world_size: int = 1
 ) -> Stopping:
@@ -122,9 +110,8 @@ def stopping(
     recording.begin(on_stop=on_stop, world_size=world_size)  # type: ignore[arg-type]
     run_id = register(driven.service, FAR, "run-1", (), "operator")
     if job is not None:
-        bind(driven.service, run_id, job)
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+        driven.bind(run_id, job)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     (action,) = driven.actions(run_id)
     return Stopping(driven, s3, recording, run_id, action.id)
 
@@ -266,7 +253,7 @@ def test_workers_of_unknown_number_get_no_agreed_step(driven: Driven, s3: Faulty
     recording = Recording(open_bucket(s3), project=FAR).begin(world_size=2)
     run_id = register(driven.service, FAR, "run-1", (), "operator")
     job = launch(local(driven), tmp_path, WILLING)
-    bind(driven.service, run_id, job)
+    driven.bind(run_id, job)
     with driven.service.database.write() as session:
         action_id = request_stop(session, driven.service.base_url, run_id, "a1", ("", "enough"))
     assert action_id is not None
@@ -311,7 +298,7 @@ def test_a_stop_that_people_request_reaches_a_job_whose_store_refuses(s3: Faulty
         with_project(service, s3)
         Recording(open_bucket(s3), project=FAR).begin()
         run_id = register(service, FAR, "run-1", (), "operator")
-        bind(service, run_id, job)
+        Driven(service).bind(run_id, job)
         s3.fault = "denied"
         answer = httpx.post(
             f"{embedded.url}/v1/projects/{FAR}/runs/run-1/stop",

@@ -26,7 +26,6 @@ from watchstep_services.db.models import Project, RuleStateRow, RunRow
 from watchstep_services.evaluation import commit as committing
 from watchstep_services.evaluation import evaluate as evaluating
 from watchstep_services.runs.claim import claim
-from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.registration import register
 from watchstep_services.service.caches import HistoryCache
 from watchstep_services.service.judging import judge_all
@@ -51,7 +50,7 @@ def test_segments_are_judged_and_an_alert_fires(driven: Driven, folder_store: St
     assert finding["tensor"] == "loss"
     assert driven.run(run_id).last_step == 7
     assert driven.run(run_id).cursor == '{"a1/node/w0":2}'
-    fired = next(event for event in driven.events(run_id) if event["type"] == "io.watchstep.alert.firing")
+    fired = driven.events(run_id, "alert.firing")[0]
     assert fired["data"]["evidence"]["segments"] == [recording.written["w0"][1].path]
     assert fired["data"]["finding"]["value"] == 1.0
     assert [action.id for action in driven.actions(run_id)] == list(result.actions)
@@ -83,8 +82,8 @@ def test_a_worker_whose_epoch_was_taken_commits_nothing(
 
     def overtaken(*args: object) -> object:
         monkeypatch.setattr(evaluating, "judge_all", judge)
-        with driven.service.database.write() as session:  # the lease ends while the rules run
-            session.execute(update(RunRow).values(lease_until_ns=0))
+        # the lease ends while the rules run
+        driven.change(RunRow, lease_until_ns=0)
         assert driven.restarted().evaluate(run_id).outcome == "committed"
         return judge(*args)  # type: ignore[arg-type]
 
@@ -122,8 +121,7 @@ def ended_with(
     keys = recording.written["w0"]
     run_id = driven.register()
     for start, end in zip([0, *splits], [*splits, len(keys)], strict=True):
-        driven.announce(run_id, *keys[start:end])
-        driven.settle(run_id)
+        driven.judge(run_id, *keys[start:end])
         if restart:
             driven = driven.restarted()
     return driven.findings(), driven.memories(), driven.alerts(run_id)
@@ -152,8 +150,7 @@ def test_a_restart_rebuilds_the_history_from_the_store(driven: Driven, folder_st
     recording.write_all(list(range(4, 60, 5)), healthy)
     run_id = driven.register()
     keys = recording.written["w0"]
-    driven.announce(run_id, *keys[:-1])
-    driven.settle(run_id)
+    driven.judge(run_id, *keys[:-1])
     warm = driven.service.histories.get((run_id, "a1"), driven.run(run_id).cursor, REACH)
     assert warm is not None
     cold = driven.restarted()
@@ -183,8 +180,7 @@ def test_findings_are_bounded_and_counted(
     monkeypatch.setattr(committing, "FINDINGS_KEPT", 5)
     recording = Recording(folder_store).begin()
     run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(0)), recording.write(1, 8, 9, nan_from(0)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(0)), recording.write(1, 8, 9, nan_from(0)))
     assert len(driven.findings()) == 5
     assert [memory[3] for memory in driven.memories()] == [10, 0]
 
@@ -399,8 +395,7 @@ def test_a_document_that_is_too_large_is_damaged_and_holds_up_nothing(
     for key in (layout.attempt_document("a2"), layout.end_document("a1", 0)):
         recording.store.put(key, large)
     recording.write(0, 0, 3, nan_from(2))
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
     assert set(driven.run(run_id).health["documents"]) == {
         layout.attempt_document("a2"), layout.end_document("a1", 0)

@@ -100,8 +100,7 @@ def test_events_tell_start_and_end(driven: Driven, folder_store: Store) -> None:
 
     again = Recording(folder_store, attempt="a2").begin()
     again.write_all([9])
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert advance_run(driven.service, run_id) == "running"
     assert driven.event_types(run_id) == ["run.ended", "run.started"]
 
@@ -125,13 +124,11 @@ def test_so_does_another_attempt_of_a_run_that_is_over(driven: Driven, folder_st
     run_id = driven.register()
     first.write_all([7])
     first.end("failed", 7)
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert advance_run(driven.service, run_id) == "failed"
     again = Recording(folder_store, attempt="a2").begin()
     again.write_all([3, 7], nan_from(5))
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert driven.event_types(run_id)[:3] == ["run.ended", "run.started", "alert.firing"]
 
 
@@ -141,13 +138,11 @@ def test_an_attempt_that_is_replaced_before_anybody_saw_its_end_has_ended_first(
     first = Recording(folder_store).begin()
     run_id = driven.register()
     first.write_all([7])
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     first.end("stopped", 7)
     again = Recording(folder_store, attempt="a2").begin()
     again.write_all([3, 7], nan_from(5))
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert advance_run(driven.service, run_id) == "running"
     types = ["run.started", "run.ended", "run.started", "alert.firing"]
     assert driven.event_types(run_id)[:4] == types
@@ -161,13 +156,11 @@ def test_a_restart_inside_a_launch_is_no_end_of_the_launch(driven: Driven, folde
     first = Recording(folder_store).begin()
     run_id = driven.register()
     first.write_all([7])
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     first.end("failed", 7)
     again = Recording(folder_store, attempt="a1-r1").begin()
     again.write_all([3, 7])
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert advance_run(driven.service, run_id) == "running"
     assert driven.event_types(run_id) == ["run.started"]
 
@@ -178,8 +171,7 @@ def test_rows_that_come_after_the_end_start_no_run(driven: Driven, folder_store:
     recording.write_all([3])
     recording.written["w0"].append(recording.key(1, 4, 7))
     recording.end("completed", 7)
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert advance_run(driven.service, run_id) == "completed"
     recording.write(1, 4, 7, nan_from(5))
     discover(driven.service, run_id)
@@ -195,11 +187,7 @@ def test_rows_that_come_after_the_end_start_no_run(driven: Driven, folder_store:
 
 
 def test_a_run_that_was_lost_goes_on_when_it_is_heard_of(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 3))
-    driven.settle(run_id)
+    recording, run_id = driven.record(folder_store, last=3)
     assert advance_run(driven.with_settings(silent_seconds=1e-9).service, run_id) == "lost"
-    driven.announce(run_id, recording.write(1, 4, 7))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(1, 4, 7))
     assert advance_run(driven.service, run_id) == "running"

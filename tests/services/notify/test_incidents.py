@@ -49,8 +49,7 @@ def nan_in(**begins: int) -> Value:
 def record(
     driven: Driven, recording: Recording, run_id: int, seq: int, steps: tuple[int, int], value: Value
 ) -> None:
-    driven.announce(run_id, recording.write(seq, *steps, value))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(seq, *steps, value))
     flush_due(driven.service)
 
 
@@ -136,11 +135,9 @@ def test_an_earlier_onset_that_comes_later_moves_the_incident(
     driven = watched(driven_sqlite, {"loss": "warning"})
     recording = Recording(folder_store).begin(world_size=2)
     run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 7, nan_in(loss=5), worker=1))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_in(loss=5), worker=1))
     assert incidents(driven) == [(5, 5, ("of_loss",))]
-    driven.announce(run_id, recording.write(0, 0, 7, nan_in(loss=3), worker=0))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_in(loss=3), worker=0))
     assert incidents(driven) == [(3, 3, ("of_loss",))]
 
 

@@ -146,8 +146,7 @@ class Lives(RuleBasedStateMachine):
 
         self.last = self.recording.write(self.segments, first, first + len(rows) - 1, value)
         self.segments += 1
-        self.driven.announce(self.run_id, self.last)
-        self.driven.settle(self.run_id)
+        self.driven.judge(self.run_id, self.last)
         self.life.judge(rows)
 
     @rule(stretches=STRETCHES, seconds=st.sampled_from([10, 60, 100]))
@@ -162,8 +161,7 @@ class Lives(RuleBasedStateMachine):
     def judge_again(self) -> None:
         """An announcement that comes twice, and evaluations with nothing new."""
         assert self.last is not None
-        self.driven.announce(self.run_id, self.last)
-        self.driven.settle(self.run_id)
+        self.driven.judge(self.run_id, self.last)
         self.driven.settle(self.run_id)
 
     @rule(seconds=st.sampled_from([1, 10, 59, 60, 600, 3600]))

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import select
 
 from tests.services.channels.http_server import HttpServer, http_server
-from tests.services.dispatch.receiver import Receiver, receiving
 from tests.services.driving import Driven
 from tests.services.notify.alerting import PUBLIC, fire, picture_name, reachable, with_receiver
 from tests.services.recording import Recording, damage_from, healthy, nan_from
@@ -44,12 +43,6 @@ HOOK = {"kind": "webhook", "url": "https://hooks.example/a"}
 KEY = "e93facc04764012d7bfb002500d5d1a6"
 
 
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with receiving() as running:
-        yield running
-
-
 def told_by(driven: Driven, url: str, **route: Any) -> Driven:
     """The service with one receiver, that is told at once."""
     asked = {
@@ -70,10 +63,7 @@ def muted(driven: Driven) -> set[tuple[str, str, str]]:
 
 def group_later(driven: Driven, ns: int) -> None:
     """As if so much time had passed since the groups were told."""
-    with driven.service.database.write() as session:
-        session.execute(
-            update(AlertGroup).values(notified_ns=AlertGroup.notified_ns - ns, due_ns=AlertGroup.due_ns - ns)
-        )
+    driven.change(AlertGroup, notified_ns=AlertGroup.notified_ns - ns, due_ns=AlertGroup.due_ns - ns)
 
 
 def notifications(driven: Driven, run_id: int) -> list[dict[str, Any]]:
@@ -81,21 +71,17 @@ def notifications(driven: Driven, run_id: int) -> list[dict[str, Any]]:
 
 
 def test_a_receiver_is_told_once_and_of_the_end(
-    driven: Driven, folder_store: Store, receiver: Receiver
+    driven: Driven, folder_store: Store, receiver: HttpServer
 ) -> None:
     driven = told_by(driven, receiver.url)
-    recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=[rule(labels={"team": "vision"})])
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    recording, run_id = driven.record(folder_store, nan_from(5), rules=[rule(labels={"team": "vision"})])
     (group,) = due_groups(driven.service)
     assert find_due(driven.service).actions  # the sweep tells
     assert flush(driven.service, group) is None
     (action,) = [action for action in driven.actions(run_id) if action.kind == "notify"]
     assert driven.finish(action.id).state == "done", driven.tries(action.id)
     (firing,) = receiver.events
-    driven.announce(run_id, recording.write(1, 8, 12, healthy))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(1, 8, 12, healthy))
     (action_id,) = flush_due(driven.service)
     assert driven.finish(action_id).state == "done"
     resolved = receiver.events[1]
@@ -114,8 +100,7 @@ def test_runs_share_a_group_where_the_route_says_so(driven_sqlite: Driven, folde
     for name in ("run-1", "run-2"):
         recording = Recording(folder_store, run=name).begin()
         run_id = driven.register(name, rules=[rule()])
-        driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     assert len(flush_due(driven.service)) == 1
     (told,) = notifications(driven, 1)
     assert (told["run"], told["group_labels"]) == ("", {"severity": "warning"})
@@ -130,8 +115,7 @@ def test_an_attempt_goes_on_with_the_alert_and_one_without_it_ends_it(
     run_id = driven.register(rules=[rule(actions=[hook])])
     for attempt in ("a1", "a2"):
         recording = Recording(folder_store, attempt=attempt).begin()
-        driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
         flush_due(driven.service)
     _started, first, again = [event["data"] for event in driven.events(run_id)]
     assert again["continues"] == "a1"
@@ -141,11 +125,9 @@ def test_an_attempt_goes_on_with_the_alert_and_one_without_it_ends_it(
     assert muted(driven) == {("webhook", "known", "a1")}
 
     recording = Recording(folder_store, attempt="a3").begin()
-    driven.announce(run_id, recording.write(0, 0, 4))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 4))
     assert driven.event_types(run_id) == ["run.started", *["alert.firing"] * 2]
-    driven.announce(run_id, recording.write(1, 5, 9))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(1, 5, 9))
     end = driven.events(run_id)[-1]
     assert (end["type"], end["data"]["ended_by"]) == (
         "io.watchstep.alert.resolved",
@@ -160,13 +142,9 @@ def test_a_rule_config_that_is_gone_has_no_alert(driven_sqlite: Driven, folder_s
     from watchstep_services.runs.registration import register
 
     driven = Driven(replace(driven_sqlite.service, owner_rules=(rule(),)))
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    recording, run_id = driven.record(folder_store, nan_from(5))
     register(driven.service, "vision", "run-1", (rule(labels={"team": "other"}),), "operator")
-    driven.announce(run_id, recording.write(1, 8, 9, nan_from(0)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(1, 8, 9, nan_from(0)))
     (ended,) = [event["data"] for event in driven.events(run_id) if event["data"].get("ended_by")]
     assert ended["ended_by"] == "its rule config is no longer in use"
     with driven.service.database.read() as session:
@@ -181,12 +159,8 @@ def test_what_fires_at_the_end_of_a_run_is_told_and_not_repeated(
     driven_sqlite: Driven, folder_store: Store
 ) -> None:
     driven = told_by(driven_sqlite, "https://chat.example.com/")
-    recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=[rule()])
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
-    with driven.service.database.write() as session:
-        session.get_one(RunRow, run_id).state = "failed"
+    _, run_id = driven.record(folder_store, nan_from(5), rules=[rule()])
+    driven.change(RunRow, run_id, state="failed")
     assert len(flush_due(driven.service)) == 1
     group_later(driven, 2 * HOUR_NS)
     assert flush_due(driven.service) == []
@@ -199,10 +173,7 @@ def test_who_is_not_told_and_why(driven_sqlite: Driven, folder_store: Store) -> 
         rule(dry_run=True),
         rule(name="stray", actions=[{"notify": "nobody"}]),
     ]
-    recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=asked)
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    _, run_id = driven.record(folder_store, nan_from(5), rules=asked)
     flush_due(driven.service)
     assert muted(driven) == {("", "dry_run", ""), ("nobody", "unknown", "")}
     (told,) = notifications(driven, run_id)
@@ -210,10 +181,7 @@ def test_who_is_not_told_and_why(driven_sqlite: Driven, folder_store: Store) -> 
 
 
 def test_where_nothing_is_configured_nobody_is_told(driven_sqlite: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven_sqlite.register(rules=[rule()])
-    driven_sqlite.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven_sqlite.settle(run_id)
+    _, run_id = driven_sqlite.record(folder_store, nan_from(5), rules=[rule()])
     assert flush_due(driven_sqlite.service) == []
     assert notifications(driven_sqlite, run_id) == []
 
@@ -223,8 +191,7 @@ def test_what_is_over_before_anybody_could_look_is_told(driven_sqlite: Driven, f
     recording = Recording(folder_store).begin()
     run_id = driven.register(rules=[rule()])
     one_bad_step = recording.write(0, 0, 7, lambda step, _: float("nan") if step == 5 else 1.0)
-    driven.announce(run_id, one_bad_step)
-    driven.settle(run_id)
+    driven.judge(run_id, one_bad_step)
     assert driven.event_types(run_id) == ["run.started", "alert.firing", "alert.resolved"]
     flush_due(driven.service)
     flush_due(driven.service)
@@ -256,8 +223,7 @@ def test_workers_that_flush_together_tell_everything_once(driven: Driven, folder
     def record() -> None:
         for seq in range(2 * EPISODES):
             value = nan_from(seq) if seq % 2 == 0 else healthy
-            driven.announce(run_id, recording.write(seq, seq, seq, value))
-            driven.settle(run_id)
+            driven.judge(run_id, recording.write(seq, seq, seq, value))
 
     def work() -> list[int]:
         mine: list[int] = []
@@ -292,10 +258,9 @@ def test_workers_that_flush_together_tell_everything_once(driven: Driven, folder
 
 def test_one_of_many_workers_tells_what_is_due(driven: Driven, folder_store: Store) -> None:
     driven = told_at_once(driven)
-    recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=[RuleConfig(rule="non_finite_values", name="mine")])
-    driven.announce(run_id, recording.write(0, 0, 0, nan_from(0)))
-    driven.settle(run_id)
+    _, run_id = driven.record(
+        folder_store, nan_from(0), last=0, rules=[RuleConfig(rule="non_finite_values", name="mine")]
+    )
     (group_id,) = due_groups(driven.service)
     together = threading.Barrier(WORKERS)
 
@@ -307,8 +272,7 @@ def test_one_of_many_workers_tells_what_is_due(driven: Driven, folder_store: Sto
         told_by = [worker.result() for worker in [pool.submit(work) for _ in range(WORKERS)]]
     assert sum(action is not None for action in told_by) == 1
     assert told(driven, run_id) == [(1, "firing")]
-    with driven.service.database.read() as session:
-        assert session.execute(select(AlertGroup)).scalar_one().generation == 1
+    assert driven.one(select(AlertGroup)).generation == 1
 
 
 def notification(driven: Driven, run_id: int) -> Notification:
@@ -351,8 +315,7 @@ def test_several_alerts_lead_to_the_run_and_of_several_runs_to_their_list(
         for run in runs:
             recording = Recording(folder_store, run=run).begin()
             run_ids.append(driven.register(run, rules=rules))
-            driven.announce(run_ids[-1], recording.write(0, 0, 7, damage_from(5)))
-            driven.settle(run_ids[-1])
+            driven.judge(run_ids[-1], recording.write(0, 0, 7, damage_from(5)))
         made = notification(driven, run_ids[0])
         assert (made.url, made.page) == expected
         assert all("/alerts/" in alert.url for alert in made.alerts)
@@ -398,18 +361,14 @@ def test_a_group_is_acknowledged_with_its_last_alert(
         "kind": "pagerduty", "routing_key": {"env": "WATCHSTEP_RECEIVER_PD"}, "url": server.url,
     }  # fmt: skip
     driven = with_receiver(driven.with_settings(home=tmp_path, allowed_addresses="loopback"), receiver)
-    recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=rules())
-    driven.announce(run_id, recording.write(0, 0, 7, damage_from(5)))
-    driven.settle(run_id)
+    recording, run_id = driven.record(folder_store, damage_from(5), rules=rules())
     assert acknowledge_alert(driven, "second") == []  # before it was notified
     for action in flush_due(driven.service):
         driven.finish(action)
     assert acknowledge_alert(driven, "second") == []  # the other still fires
     (action,) = acknowledge_alert(driven, "first")
     assert driven.finish(action).state == "done"
-    driven.announce(run_id, recording.write(1, 8, 20, healthy))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(1, 8, 20, healthy))
     for action in flush_due(driven.service):
         driven.finish(action)
     events = [json.loads(body) for body in server.bodies]
@@ -423,9 +382,6 @@ def test_other_receivers_are_not_notified_of_acknowledgements(
     driven_sqlite: Driven, folder_store: Store
 ) -> None:
     driven = with_receiver(driven_sqlite, {"kind": "webhook", "url": "https://hooks.example/a"})
-    recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=rules()[:1])
-    driven.announce(run_id, recording.write(0, 0, 7, damage_from(5)))
-    driven.settle(run_id)
+    driven.record(folder_store, damage_from(5), rules=rules()[:1])
     flush_due(driven.service)
     assert acknowledge_alert(driven, "first") == []

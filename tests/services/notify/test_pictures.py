@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from sqlalchemy import update
 
-from tests.sdk.format.blocks import Row, block_of
+from tests.sdk.format.blocks import Row
 from tests.services.channels.http_server import HttpServer, http_server
 from tests.services.channels.smtp_server import smtp_server
 from tests.services.driving import Driven
@@ -30,7 +30,6 @@ from tests.services.notify.alerting import (
 )
 from tests.services.recording import LAYERS, Recording, nan_from
 from watchstep.errors import NotFoundError, StoreError
-from watchstep.format import segment
 from watchstep.plots.alert_evidence import AlertEvidence
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
@@ -99,10 +98,7 @@ def test_of_a_matrix_it_is_the_figure_with_the_findings_value(
         for step in range(LAST + 1)
         for info in LAYERS
     ]
-    key = recording.key(0, 0, LAST)
-    recording.store.put(key.path, segment.encode(block_of(rows)))
-    driven.announce(run_id, key)
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write_rows(0, rows))
     shown = evidence(driven)
     assert shown.figure == "l2"
     assert shown.values[0] == 5.0

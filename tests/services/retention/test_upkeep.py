@@ -150,8 +150,7 @@ def _upkeep_of(run_id: int, *, deleting: bool) -> Upkeep:
 
 
 def kept(driven: Driven, run_id: int) -> Upkeep:
-    with driven.service.database.read() as session:
-        return session.get_one(Upkeep, run_id)
+    return driven.get(Upkeep, run_id)
 
 
 def test_a_run_is_compacted_and_reads_the_same(driven: Driven, folder_store: Store) -> None:
@@ -221,9 +220,7 @@ def test_what_a_held_run_has_stays(driven: Driven, folder_store: Store) -> None:
         )  # fmt: skip
     assert upkeep(driven.service) == 1
     assert list(recording.store.entries("tensors/"))
-    with driven.service.database.write() as session:
-        row = session.get_one(Upkeep, run_id)
-        row.on_hold, row.next_ns = False, 0
+    driven.change(Upkeep, run_id, on_hold=False, next_ns=0)
     upkeep(driven.service)
     assert not list(recording.store.entries())
 
@@ -325,10 +322,7 @@ def test_a_compaction_waits_for_what_is_not_judged(
 
 
 def numbers(driven: Driven, table: type[TickRow | WatermarkRow], run_id: int) -> list[int]:
-    with driven.service.database.read() as session:
-        return list(
-            session.execute(select(table.tick).filter_by(run_id=run_id).order_by(table.tick)).scalars()
-        )
+    return driven.all(select(table.tick).filter_by(run_id=run_id).order_by(table.tick))
 
 
 class KilledError(BaseException):
@@ -345,20 +339,18 @@ def test_upkeep_that_ends_its_process_is_put_off(
     def killed(*_args: object, **_options: object) -> None:
         raise KilledError
 
-    with driven.service.database.write() as session:
-        session.get_one(RetentionPolicy, PROJECT).compact_after_s = None
+    driven.change(RetentionPolicy, PROJECT, compact_after_s=None)
     with monkeypatch.context() as patch:
         patch.setattr(upkeeping, "compact", killed)
         with pytest.raises(KilledError):
             upkeep(soon.service)
-    with driven.service.database.write() as session:
-        session.get_one(Upkeep, run_id).lease_until_ns = 1  # its lease is over
+    # its lease is over
+    driven.change(Upkeep, run_id, lease_until_ns=1)
     assert upkeep(soon.service) == 0
     left = kept(driven, run_id)
     assert left.tries == 1
     assert "killed or crashed" in left.problem
-    with driven.service.database.write() as session:
-        session.get_one(Upkeep, run_id).next_ns = 0
+    driven.change(Upkeep, run_id, next_ns=0)
     assert upkeep(soon.service) == 2
     assert kept(driven, run_id).problem == ""
 
@@ -370,16 +362,14 @@ def test_ticks_and_seals_go_when_the_journal_has_them(
     recording = Recording(folder_store).begin()
     run_id = driven.register()
     for seq in range(10):
-        driven.announce(run_id, recording.write(seq, seq, seq))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write(seq, seq, seq))
     (due,) = unwritten(driven.service)
     assert write_journal(driven.service, due) == 3
     ticks, seals = numbers(driven, TickRow, run_id), numbers(driven, WatermarkRow, run_id)
     last = driven.run(run_id).ticks - 1
     assert ticks == [last], "the next part begins where it ended"
     assert len(seals) <= 2
-    driven.announce(run_id, recording.write(10, 10, 10, nan_from(10)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(10, 10, 10, nan_from(10)))
     assert write_journal(driven.service, due) == 1
     parts = list(read_journal(recording.store, "a1"))
     assert [evaluation.tick for evaluation in parts] == list(range(last + 2))
@@ -393,13 +383,9 @@ def told_of(driven: Driven, store: Store, run: str) -> int:
     """A run that alerts into the group that all runs share; how many messages that has made in all."""
     recording = Recording(store, run).begin()
     run_id = driven.register(run, rules=[rule()])
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     find_due(driven.service)
-    with driven.service.database.read() as session:
-        return session.execute(
-            select(func.count()).select_from(ActionRow).filter_by(kind="notify")
-        ).scalar_one()
+    return driven.one(select(func.count()).select_from(ActionRow).filter_by(kind="notify"))
 
 
 def test_a_group_over_runs_goes_when_it_is_empty_and_one_that_comes_back_tells(
@@ -407,8 +393,7 @@ def test_a_group_over_runs_goes_when_it_is_empty_and_one_that_comes_back_tells(
 ) -> None:
     driven = told_by(driven, "https://chat.example.com/", group_by=["severity"], group_interval=60)
     assert told_of(driven, folder_store, "first") == 1
-    with driven.service.database.read() as session:
-        group = session.execute(select(AlertGroup)).scalar_one()
+    group = driven.one(select(AlertGroup))
     assert (group.run_id, group.generation) == (None, 1)
     purge_groups(driven.service)
     with driven.service.database.write() as session:
@@ -423,8 +408,7 @@ def test_a_group_over_runs_goes_when_it_is_empty_and_one_that_comes_back_tells(
         add_action(session, stays, "notify", kept_key, {"event_id": "e", "at_ns": 1, "payload": {}})
     purge_groups(driven.service)
     assert told_of(driven, folder_store, "second") == 2
-    with driven.service.database.read() as session:
-        again = session.execute(select(AlertGroup)).scalar_one()
+    again = driven.one(select(AlertGroup))
     assert again.id > group.id
 
 
@@ -446,8 +430,7 @@ def test_a_run_that_begins_anew_unannounced_is_judged_and_not_deleted(
     upkeep(driven.service)
     assert "since it ended" in kept(driven, run_id).problem
     driven.settle(run_id)
-    with driven.service.database.write() as session:
-        session.get_one(Upkeep, run_id).next_ns = 0
+    driven.change(Upkeep, run_id, next_ns=0)
     upkeep(driven.service)
     assert driven.run(run_id).state == "running"
     assert list(again.store.entries("stats/"))
@@ -460,8 +443,7 @@ def test_a_run_whose_attempt_has_only_begun_is_not_deleted(driven: Driven, folde
     again = Recording(folder_store, attempt="a2")
     again.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
     upkeep(driven.service)
-    with driven.service.database.write() as session:
-        session.get_one(Upkeep, run_id).next_ns = 0
+    driven.change(Upkeep, run_id, next_ns=0)
     upkeep(driven.service)
     assert list(again.store.entries("attempts/"))
 
@@ -482,8 +464,7 @@ def test_a_segment_that_comes_while_originals_are_deleted_stays_and_is_judged(
     monkeypatch.setattr(upkeeping, "compact", meanwhile)
     upkeep(driven.with_settings(compact_after_seconds=1e-9).service)
     assert {entry.key.split("/")[1] for entry in recording.store.entries("stats/")} == {"a2"}
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert {attempt for _, attempt, _ in driven.findings()} == {"a1", "a2"}
 
 

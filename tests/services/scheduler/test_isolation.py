@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import select
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from tests.services.driving import Driven, make_service
@@ -112,8 +112,7 @@ def two_groups(driven: Driven, store: Store) -> tuple[Driven, list[int | None]]:
     for name in ("bad", "good"):
         recording = Recording(store, run=name).begin()
         run_id = driven.register(name, rules=[rule()])
-        driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     with driven.service.database.read() as session:
         return driven, list(session.execute(select(AlertGroup.run_id).order_by(AlertGroup.id)).scalars())
 
@@ -164,8 +163,7 @@ def test_who_hangs_with_a_group_or_a_run_keeps_nobody_from_the_others(
         find_due(driven.service)
         assert told(driven) == {"bad", "good"}
 
-        with driven.service.database.write() as session:
-            session.execute(update(RunRow).values(poll_ns=0))
+        driven.change(RunRow, poll_ns=0)
         taken = polling.claim_polls(driven.service)
         with database.write() as hanging:
             hanging.execute(select(RunRow.id).filter_by(id=bad).with_for_update()).one()
@@ -207,7 +205,6 @@ def test_a_stores_trouble_is_over_when_it_answers(
         patched.setattr(polling, "discover", refusing)
         sweep(driven.service)
     assert driven.run(run_id).health["store"] == "store: does not answer"
-    with driven.service.database.write() as session:
-        session.get_one(RunRow, run_id).poll_ns = 0
+    driven.change(RunRow, run_id, poll_ns=0)
     sweep(driven.service)
     assert "store" not in driven.run(run_id).health

@@ -6,13 +6,12 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sqlalchemy import event, update
+from sqlalchemy import update
 
-from tests.services.dispatch.receiver import receiving
-from tests.services.driving import Driven, make_service
+from tests.services.channels.http_server import http_server
+from tests.services.driving import Driven, make_service, statements
 from tests.services.notify.clock import Clock, open_with
 from tests.services.recording import Recording, nan_from
 from watchstep.format import documents
@@ -28,7 +27,6 @@ from watchstep_services.db.models import ActionRow, RunRow
 from watchstep_services.db.records import add_action, hint, put_segment
 from watchstep_services.dispatch.dispatch import due_actions
 from watchstep_services.runs import discovery as discovering
-from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import discover_runs, register
 from watchstep_services.runs.stops import request_stop
@@ -158,10 +156,7 @@ def test_a_message_is_waited_for_before_another_is_sent(driven: Driven, folder_s
 
 
 def test_a_run_of_which_nothing_is_heard_is_lost_and_comes_back(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 3))
-    driven.settle(run_id)
+    recording, run_id = driven.record(folder_store, last=3)
     sweep(driven.service)
     assert driven.run(run_id).state == "running"
     set_run(driven, run_id, last_seen_ns=1, poll_ns=0)
@@ -212,8 +207,7 @@ def test_an_attempt_that_begins_in_a_folder_is_found_at_once(driven: Driven, fol
     recording.write(0, 0, 3)
     recording.end("completed", 3)
     run_id = driven.register()
-    discovering.discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert advance_run(driven.service, run_id) == "completed"
     poll_run(driven.service, claim_polls(driven.service)[0])
     discover_runs(driven.service)
@@ -241,8 +235,7 @@ def waiting(driven: Driven, store: Store, url: str, posts: int) -> tuple[list[in
     """Ids of posts that are due, and of a stop that is due after all of them."""
     Recording(store).begin(on_stop="ignore").write(0, 0, 7)
     run_id = driven.register()
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     with driven.service.database.write() as session:
         made = []
         for number in range(posts):
@@ -287,8 +280,8 @@ def test_a_stop_does_not_wait_for_receivers(
 
 
 def test_an_evaluation_asks_once_whom_its_actions_tell(sqlite: Database, folder_store: Store) -> None:
-    queue, asked = WorkQueue(1), list[str]()
-    with receiving() as first, receiving() as second:
+    queue = WorkQueue(1)
+    with http_server() as first, http_server() as second:
         tells = tuple(WebhookAction(url=receiver.url) for receiver in (first, second))
         rules = (RuleConfig(rule="non_finite_values", actions=(StopAction(), *tells)),)
         made = make_service(sqlite, folder_store, rules, allowed_addresses="loopback", silent_seconds=1e-9)
@@ -297,23 +290,17 @@ def test_an_evaluation_asks_once_whom_its_actions_tell(sqlite: Database, folder_
         recording = Recording(folder_store).begin()
         run_id = driven.register()
         driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-
-        def note(*executed: Any) -> None:
-            statement = str(executed[2])
-            if "actions.payload" in statement and "runs.project" in statement:
-                asked.append(statement)
-
-        event.listen(sqlite.engine, "before_cursor_execute", note)
         try:
-            evaluate_longest_due(driven.service, run_id)
-            assert queue.wait_until(lambda: bool(first.events and second.events), 60)
+            with statements(sqlite) as executed:
+                evaluate_longest_due(driven.service, run_id)
+                assert queue.wait_until(lambda: bool(first.events and second.events), 60)
         finally:
-            event.remove(sqlite.engine, "before_cursor_execute", note)
             queue.close()
     made_actions = {action.id: action.kind for action in driven.actions(run_id)}
     assert sorted(made_actions.values()) == ["stop", "webhook", "webhook"]
     (stop,) = [number for number, kind in made_actions.items() if kind == "stop"]
     assert len(driven.tries(stop)) == 1, "it is tried by who asked for it"
+    asked = [text for text in executed if "actions.payload" in text and "runs.project" in text]
     assert len(asked) == 1
 
 
@@ -343,7 +330,7 @@ def test_receivers_that_do_not_answer_delay_no_other_project(
     queue = WorkQueue(1)
     queue.start(driven.service)
     try:
-        with receiving() as answering:
+        with http_server() as answering:
             payload = {"url": answering.url, "event": {"id": "other"}}
             with driven.service.database.write() as session:
                 post = add_action(

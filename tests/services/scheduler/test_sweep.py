@@ -6,13 +6,13 @@ import logging
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
+from tests.sdk.store.faulty_s3 import FaultyS3
 from tests.services.driving import Driven
 from tests.services.jobs import eventually
 from tests.services.recording import PROJECT, Recording, nan_from
@@ -139,59 +139,31 @@ def test_a_listing_takes_in_new_runs_for_a_limited_time(
     assert [len(runs) for runs in found] == [1, 1, 1, 0]
 
 
-class Hanging(ThreadingHTTPServer):
-    """Answers nobody until it is released; then it refuses everything."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.released = threading.Event()
-        super().__init__(("127.0.0.1", 0), _Refusing)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Refusing(BaseHTTPRequestHandler):
-    server: Hanging
-
-    def do_GET(self) -> None:
-        self.server.asked.set()
-        self.server.released.wait(120)
-        self.send_response(403)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_arguments: Any) -> None:
-        """Nothing."""
-
-
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
     """A client's own timeouts are so long here that a sweep which waited for it would not come back."""
-    for name, value in (
-        ("AWS_ACCESS_KEY_ID", "key"),
-        ("AWS_SECRET_ACCESS_KEY", "secret"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setattr(cloud, "_REQUEST_TIMEOUT", timedelta(seconds=600))
-    server = Hanging()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield server
-    server.released.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with FaultyS3().serving() as server:
+        server.fault = "stall"
+        yield server
 
 
-def with_hanging_project(driven: Driven, server: Hanging) -> tuple[Driven, int]:
+def refuse(hanging: FaultyS3) -> None:
+    """From now on the server answers, and refuses everything."""
+    hanging.fault = "denied"
+    hanging.released.set()
+
+
+def with_hanging_project(driven: Driven, server: FaultyS3) -> tuple[Driven, int]:
     """A service of which one project lies on that server, with a run."""
     quick = driven.with_settings(store_wait_seconds=0.1)
     with quick.service.database.write() as session:
         store = register_store(
-            session, "hung", StoreRegistration("s3://bucket/runs", region="us-east-1", endpoint=server.url)
+            session,
+            "hung",
+            StoreRegistration("s3://bucket/runs", region="us-east-1", endpoint=server.endpoint),
         )
         create_project(session, "a-hung", store)
     return quick, register(quick.service, "a-hung", "run-1", (), "recorder")
@@ -201,12 +173,12 @@ def faults() -> float:
     return metrics.REGISTRY.get_sample_value("watchstep_sweep_faults_total", {"of": "store"}) or 0.0
 
 
-def test_looks_at_other_projects_runs_do_not_wait_for_it(driven: Driven, hanging: Hanging) -> None:
+def test_looks_at_other_projects_runs_do_not_wait_for_it(driven: Driven, hanging: FaultyS3) -> None:
     quick, hung = with_hanging_project(driven, hanging)
     good = quick.register()
     before = faults()
     poll_due_runs(quick.service, 1e9)
-    assert hanging.asked.wait(60)
+    assert hanging.met.wait(60)
     assert quick.run(good).listed_ns
     assert not quick.run(hung).listed_ns
     assert faults() == before + 1
@@ -215,22 +187,22 @@ def test_looks_at_other_projects_runs_do_not_wait_for_it(driven: Driven, hanging
     poll_due_runs(quick.service, 1e9)
     assert quick.run(good).listed_ns
     assert faults() == before + 1, "it is told once, and not waited for again"
-    hanging.released.set()
+    refuse(hanging)
     quick.service.bulkhead.close()
     assert "store" in quick.run(hung).health, "the look went on, and told its end"
 
 
 def test_a_sweep_finds_and_hands_out_what_others_need(
-    driven_sqlite: Driven, hanging: Hanging, caplog: pytest.LogCaptureFixture
+    driven_sqlite: Driven, hanging: FaultyS3, caplog: pytest.LogCaptureFixture
 ) -> None:
     quick, hung = with_hanging_project(driven_sqlite, hanging)
     good = quick.register()
     set_run(quick, good, due_ns=1)
     assert sweep(quick.service).runs == (good,)
     assert quick.run(good).listed_ns
-    assert hanging.asked.wait(60)
+    assert hanging.met.wait(60)
     assert "other stores are used meanwhile" in caplog.text
-    hanging.released.set()
+    refuse(hanging)
     quick.service.bulkhead.close()
     set_run(quick, hung, poll_ns=0)
     poll_due_runs(quick.with_settings(store_wait_seconds=60.0).service, 1e9)

@@ -17,7 +17,7 @@ import yaml
 from sqlalchemy import select, update
 
 from tests.services.announcing import announcing
-from tests.services.channels.http_server import HttpServer, http_server, status
+from tests.services.channels.http_server import HttpServer, status
 from tests.services.channels.smtp_server import SmtpServer, smtp_server
 from tests.services.jobs import STUBBORN, eventually, launch
 from tests.services.recording import PROJECT, Recording, damage_from, exploding_from
@@ -368,12 +368,6 @@ def test_what_holds_tokens_is_the_owners_alone(settings: Settings) -> None:
 
 
 @pytest.fixture
-def web() -> Iterator[HttpServer]:
-    with http_server() as running:
-        yield running
-
-
-@pytest.fixture
 def mail() -> Iterator[SmtpServer]:
     with smtp_server() as running:
         yield running
@@ -384,12 +378,16 @@ def nan_for_a_while(step: int, tensor: str) -> float:
 
 
 def test_mail_and_webhook_tell_that_it_fires_and_that_it_is_over(
-    web: HttpServer, mail: SmtpServer, folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    receiver: HttpServer,
+    mail: SmtpServer,
+    folder_store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_RECEIVER_SECRET", new_secret())
     receivers: dict[str, Any] = {
         "receivers": [
-            {"name": "hook", "kind": "webhook", "url": web.url, "secret": {"env": "WATCHSTEP_RECEIVER_SECRET"}},
+            {"name": "hook", "kind": "webhook", "url": receiver.url, "secret": {"env": "WATCHSTEP_RECEIVER_SECRET"}},
             {
                 "name": "mail", "kind": "email", "host": "127.0.0.1", "port": mail.port, "security": "none",
                 "sender": "watch@ml.example", "to": ["a@ml.example"],
@@ -410,7 +408,7 @@ def test_mail_and_webhook_tell_that_it_fires_and_that_it_is_over(
     }
     (tmp_path / "receivers.yaml").write_text(yaml.safe_dump(receivers), encoding="utf-8")
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules), encoding="utf-8")
-    web.answers = [status(503), status(429, retry_after="0")]  # what fails is sent again
+    receiver.answers = [status(503), status(429, retry_after="0")]  # what fails is sent again
     mail.to_messages = ["451 later"]
     settings = load_settings(
         home=tmp_path / "home",
@@ -426,13 +424,13 @@ def test_mail_and_webhook_tell_that_it_fires_and_that_it_is_over(
     with EmbeddedService(settings) as service:
 
         def events() -> list[dict[str, Any]]:
-            return [json.loads(body) for body in list(web.bodies)[2:]]
+            return [json.loads(body) for body in list(receiver.bodies)[2:]]
 
         assert service.wait_until(lambda: bool(events()) and bool(mail.messages), WAIT)
         recording.write(1, 8, 40, nan_for_a_while)
         assert service.wait_until(lambda: len(events()) >= 2 and len(mail.messages) >= 2, WAIT)
     firing, resolved = events()
-    assert len({json.loads(body)["id"] for body in web.bodies[:3]}) == 1
+    assert len({json.loads(body)["id"] for body in receiver.bodies[:3]}) == 1
     assert [event["type"] for event in (firing, resolved)] == [
         "io.watchstep.notification.firing",
         "io.watchstep.notification.resolved",
@@ -440,7 +438,7 @@ def test_mail_and_webhook_tell_that_it_fires_and_that_it_is_over(
     assert firing["data"]["group_key"] == resolved["data"]["group_key"]
     (alert,) = firing["data"]["alerts"]
     assert (alert["name"], alert["step"], alert["labels"]["run"]) == ("no-nans", 5, "run-1")
-    assert all("webhook-signature" in headers for headers in web.headers)
+    assert all("webhook-signature" in headers for headers in receiver.headers)
     first, last = mail.messages
     assert (first["x-watchstep-status"], last["x-watchstep-status"]) == ("firing", "resolved")
     assert first["references"] == last["references"]

@@ -248,12 +248,9 @@ def test_an_invalid_announcement_gets_the_usual_error(api: Api) -> None:
         bad = api.call("POST", path, body, role="recorder")
         assert bad.status_code == 422, body
         assert word in bad.json()["detail"]
-    assert api.call("POST", f"{RUN}/run-2/announcements", SEGMENT, role="recorder").status_code == 404
-    assert api.call("POST", path, SEGMENT, role="viewer").status_code == 403
-    assert (
-        api.call("POST", path, {**SEGMENT, "segments": [{**FIRST, "first": 4}]}, role="recorder").status_code
-        == 422
-    )
+    assert api.status("POST", f"{RUN}/run-2/announcements", SEGMENT, role="recorder") == 404
+    assert api.status("POST", path, SEGMENT, role="viewer") == 403
+    assert api.status("POST", path, {**SEGMENT, "segments": [{**FIRST, "first": 4}]}, role="recorder") == 422
     token = api.token("recorder")
     headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
     assert api.client.request("POST", path, content="{", headers=headers).status_code == 422

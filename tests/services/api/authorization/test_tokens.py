@@ -90,7 +90,7 @@ def test_an_admin_of_a_project_manages_its_tokens_only(api: Api) -> None:
         ("DELETE", f"{VISION}/{created['id']}", 200),
     ):
         body = BODY if method == "POST" else None
-        assert api.call(method, place, body, role="admin", project="vision").status_code == status, (
+        assert api.status(method, place, body, role="admin", project="vision") == status, (
             method,
             place,
         )
@@ -111,7 +111,7 @@ def test_an_expiring_token_creates_none_with_a_later_expiry(api: Api) -> None:
 @pytest.mark.parametrize("role", ["viewer", "recorder", "operator"])
 def test_only_admins(api: Api, role: Role) -> None:
     for method, place in (("GET", ALL), ("POST", ALL), ("GET", VISION), ("POST", VISION)):
-        assert api.call(method, place, BODY if method == "POST" else None, role=role).status_code == 403
+        assert api.status(method, place, BODY if method == "POST" else None, role=role) == 403
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,8 @@ def test_a_run_token_is_deleted_with_its_run(run_api: RunTokenApi) -> None:
     token = run_api.create()
     with run_api.api.driven.service.database.write() as session:
         delete_rows(session, session.execute(select(RunRow.id)).scalar_one())
-    assert run_api("POST", RUNS, token, {"run": "mine"}).status in {401, 404}  # by what this process remembers
+    # By what this process remembers.
+    assert run_api("POST", RUNS, token, {"run": "mine"}).status in {401, 404}
     run_api.data("POST", RUNS, run_api.operator, {"run": "mine"})
     assert not run_api.works(token), "the name is not the run"
 

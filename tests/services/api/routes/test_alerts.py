@@ -9,17 +9,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 
 from tests.sdk.event_files import accumulated
-from tests.sdk.format.blocks import Row, block_of, tensor
+from tests.sdk.format.blocks import Row, tensor
 from tests.services.api.conftest import Api
 from tests.services.recording import LAYERS, LOSS, NAN, PROJECT, Recording, exploding_from, nan_from
 from watchstep import CaptureConfig, Hook
 from watchstep.capture.mirror import service_alerts
-from watchstep.format import segment
 from watchstep.format.documents import Checkpoint
 from watchstep.format.layout import BundleKey, SamplesKey, SnapshotKey, TraceKey
 from watchstep.store.store import Store
@@ -34,25 +32,18 @@ GRADIENT = "second.weight:gradient"
 PATH = f"/v1/projects/{PROJECT}/runs/run-1/alert-changes"
 
 
-def get(api: Api, path: str, **parameters: Any) -> Any:
-    answer = api.call("GET", f"{path}?{urlencode(parameters, doseq=True)}", role="viewer")
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def fingerprint(api: Api, name: str) -> str:
-    alerts = get(api, f"{RUN}/alerts")["alerts"]
+    alerts = api.get(f"{RUN}/alerts")["alerts"]
     return str(next(alert["fingerprint"] for alert in alerts if alert["name"] == name))
 
 
 def page(api: Api, name: str, **parameters: Any) -> Any:
-    return get(api, f"{RUN}/alerts/{fingerprint(api, name)}/page", **parameters)
+    return api.get(f"{RUN}/alerts/{fingerprint(api, name)}/page", **parameters)
 
 
 def evaluated(api: Api, recording: Recording, *keys: Any) -> int:
     run_id = api.driven.register()
-    api.driven.announce(run_id, *keys)
-    api.driven.settle(run_id)
+    api.driven.judge(run_id, *keys)
     return run_id
 
 
@@ -72,8 +63,7 @@ def exploding(api: Api, folder_store: Store) -> Api:
         ]
         rows += [Row(step, rate, [new]) for step, new in ((0, 0.01), (198, 1.0)) if first <= step <= last]
         rows.sort(key=lambda row: row.step)
-        keys.append(recording.key(seq, first, last))
-        recording.store.put(keys[-1].path, segment.encode(block_of(rows)))
+        keys.append(recording.write_rows(seq, rows))
     evaluated(api, recording, *keys)
     return api
 
@@ -179,10 +169,10 @@ def test_acknowledgement_and_silence_are_shown(api: Api, folder_store: Store) ->
     recording = Recording(folder_store).begin()
     evaluated(api, recording, recording.write(0, 0, 9, nan_from(5)))
     at = f"{RUN}/alerts/{fingerprint(api, 'non_finite_values')}"
-    assert api.call("PUT", f"{at}/acknowledgement", {"comment": "looking"}).status_code == 200
+    assert api.status("PUT", f"{at}/acknowledgement", {"comment": "looking"}) == 200
     silence = {"matchers": ["rule=non_finite_values"], "reason": "known", "duration_seconds": 60}
-    assert api.call("POST", "/v1/projects/vision/silences", silence).status_code == 201
-    answer = get(api, f"{at}/page")
+    assert api.status("POST", "/v1/projects/vision/silences", silence) == 201
+    answer = api.get(f"{at}/page")
     assert answer["acknowledgement"]["comment"] == "looking"
     assert answer["silence"]["reason"] == "known"
 
@@ -230,8 +220,7 @@ def test_names_are_quoted(api: Api, folder_store: Store) -> None:
     hostile = tensor(name, "losses", role="loss", shape=())
     recording = Recording(folder_store).begin()
     rows = [Row(step, hostile, [1.0 if step < 5 else float("nan")]) for step in range(10)]
-    recording.store.put(recording.key(0, 0, 9).path, segment.encode(block_of(rows)))
-    evaluated(api, recording, recording.key(0, 0, 9))
+    evaluated(api, recording, recording.write_rows(0, rows))
     answer = page(api, "non_finite_values")
     assert answer["finding"]["tensor"] == name
     lines = {line["figure"]: line for line in answer["series"]["lines"] if line["tensor"] == name}
@@ -246,7 +235,7 @@ def test_the_page_survives_a_deleted_store_and_rule_config(exploding: Api, folde
         for row in session.query(RuleConfigRow).filter_by(name="exploding_gradient"):
             row.origin, row.data = "retired-owner", {"rule": "gone", "name": "exploding_gradient"}
     shutil.rmtree(Path(folder_store.location) / "vision" / "run-1")
-    answer = get(exploding, at)
+    answer = exploding.get(at)
     assert (answer["rule"]["origin"], answer["rule"]["parameters"]) == ("", {})
     assert answer["series"]["lines"] == []
     assert answer["series"]["findings"]
@@ -254,18 +243,15 @@ def test_the_page_survives_a_deleted_store_and_rule_config(exploding: Api, folde
 
 
 def test_a_reload_reads_no_statistics(exploding: Api) -> None:
-    headers = {"authorization": f"Bearer {exploding.token('viewer')}"}
     path = f"{RUN}/alerts/{fingerprint(exploding, 'exploding_gradient')}/page"
-    first = exploding.client.request("GET", path, headers=headers)
-    conditional = {**headers, "if-none-match": first.headers["etag"]}
+    conditional = {"if-none-match": exploding.call("GET", path).headers["etag"]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "watchstep_services.api.routes.alert_page.read_evidence_lines",
             lambda *_: pytest.fail("read again"),
         )
-        assert exploding.client.request("GET", path, headers=conditional).status_code == 304
-    other = exploding.client.request("GET", f"{path}?before=20", headers=conditional)
-    assert other.status_code == 200
+        assert exploding.status("GET", path, headers=conditional) == 304
+    assert exploding.status("GET", f"{path}?before=20", headers=conditional) == 200
 
 
 def test_an_unknown_alert_has_no_page(exploding: Api) -> None:
@@ -289,15 +275,13 @@ def changes(api: Api, query: str) -> tuple[list[tuple[str, str, int]], int]:
 def test_a_recorder_reads_each_change_of_its_attempt_once(api: Api, recording: Recording) -> None:
     run_id = api.driven.register()
     assert changes(api, "attempt=a1") == ([], 0)
-    api.driven.announce(run_id, recording.write(0, 0, 19, nan_from(7)))
-    api.driven.settle(run_id)
+    api.driven.judge(run_id, recording.write(0, 0, 19, nan_from(7)))
     alerts, after = changes(api, "attempt=a1")
     assert alerts == [("non_finite_values", "firing", 7)]
     assert changes(api, f"attempt=a1&after={after}") == ([], after)
     assert changes(api, "attempt=a2") == ([], after)
     # An alert that fires and resolves within one evaluation has two changes.
-    api.driven.announce(run_id, recording.write(1, 20, 39, lambda step, _: NAN if step == 30 else 1.0))
-    api.driven.settle(run_id)
+    api.driven.judge(run_id, recording.write(1, 20, 39, lambda step, _: NAN if step == 30 else 1.0))
     later, last = changes(api, f"attempt=a1&after={after}")
     assert later == [
         ("non_finite_values", "resolved", 20),
@@ -311,15 +295,15 @@ def test_others_than_its_recorder_may_not_read_them(api: Api, recording: Recordi
     api.driven.register()
     refused = api.call("GET", f"{PATH}?attempt=a1", role="recorder", project="other")
     assert refused.status_code in {403, 404}
-    assert api.call("GET", f"{PATH}?attempt=a1", role="viewer").status_code == 403
-    assert api.call("GET", f"{PATH}?attempt=..", role="recorder").status_code == 422
+    assert api.status("GET", f"{PATH}?attempt=a1", role="viewer") == 403
+    assert api.status("GET", f"{PATH}?attempt=..", role="recorder") == 422
     missing = PATH.replace("run-1", "run-2")
-    assert api.call("GET", f"{missing}?attempt=a1", role="recorder").status_code == 404
+    assert api.status("GET", f"{missing}?attempt=a1", role="recorder") == 404
 
 
 def test_a_registration_has_the_address_of_the_page(api: Api) -> None:
     body = {"run": "a b"}
-    assert api.call("POST", f"/v1/projects/{PROJECT}/runs", body).status_code == 422
+    assert api.status("POST", f"/v1/projects/{PROJECT}/runs", body) == 422
     assert api.call("POST", f"/v1/projects/{PROJECT}/runs", {"run": "r"}).json()["page_url"] == ""
 
 

@@ -29,7 +29,7 @@ def pictured(driven_sqlite: Driven, folder_store: Store, tmp_path: Path) -> Api:
     """A service with one alert, a key and a public URL."""
     driven = reachable(driven_sqlite, tmp_path)
     fire(driven, folder_store)
-    return Api(Client(create_app(driven.service)), driven)
+    return Api.of(driven)
 
 
 def link(api: Api, name: PictureName | None = None, ahead_ns: int = 0) -> str:
@@ -116,7 +116,7 @@ def test_requests_by_links_are_counted_by_address(
 ) -> None:
     driven = reachable(driven_sqlite, tmp_path, failures_per_minute=5)
     fire(driven, folder_store)
-    api = Api(Client(create_app(driven.service)), driven)
+    api = Api.of(driven)
     answers = [api.client.get(link(api)).status_code for _ in range(8)]
     assert answers[:5] == [200] * 5
     assert 429 in answers

@@ -69,8 +69,7 @@ def test_rules_of_owner_project_and_runs_with_their_health(api: Api, folder_stor
         {"rule": "class_imbalance", "name": "mine", "actions": [{"webhook": "https://chat.example.com/key"}]}
     )
     run_id = driven.register("a", [mine])
-    driven.announce(run_id, Recording(folder_store, run="a").begin().write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    driven.judge(run_id, Recording(folder_store, run="a").begin().write(0, 0, 7, nan_from(5)))
     rules = table(api)
     assert api.call("GET", TABLE).json()["runs"] == 1
     owners = {config.name for config in driven.service.owner_rules}
@@ -90,7 +89,7 @@ def test_rules_of_owner_project_and_runs_with_their_health(api: Api, folder_stor
 def test_a_rule_of_the_project_replaces_the_owners(api: Api) -> None:
     name = api.driven.service.owner_rules[0].name
     body = {"rule": "dead_relu", "params": {"share": 0.5}, "actions": [{"notify": "nobody"}]}
-    assert api.call("PUT", f"{RULES}/{name}", body).status_code == 200
+    assert api.status("PUT", f"{RULES}/{name}", body) == 200
     rules = table(api)
     assert ("owner", name) not in rules
     rule = rules["project", name]
@@ -104,8 +103,8 @@ def test_a_rule_of_the_project_replaces_the_owners(api: Api) -> None:
 
 
 def test_other_projects_and_numbers_of_runs(api: Api) -> None:
-    assert api.call("GET", TABLE, project="other", role="viewer").status_code == 403
-    assert api.call("GET", f"{TABLE}?runs=51").status_code == 422
+    assert api.status("GET", TABLE, project="other", role="viewer") == 403
+    assert api.status("GET", f"{TABLE}?runs=51") == 422
     assert api.call("GET", "/v1/projects/nothing-yet/rule-table").json()["runs"] == 0
 
 
@@ -149,23 +148,13 @@ def test_texts_that_are_no_rule_config(api: Api) -> None:
         assert result["config"] is None
         assert [remark["level"] for remark in result["remarks"]].count("error") >= 1, text
     assert check(api, "rule: overfit\nfrom: 2020-01-01\nx: .nan")["data"] is None
-    assert api.call("POST", CHECKS, {"text": "rule: overfit"}, role="viewer").status_code == 403
-    assert api.call("POST", CHECKS, {"text": "x" * 100_001}).status_code == 422
+    assert api.status("POST", CHECKS, {"text": "rule: overfit"}, role="viewer") == 403
+    assert api.status("POST", CHECKS, {"text": "x" * 100_001}) == 422
 
 
 def test_a_rule_is_created_only_if_there_is_none(api: Api) -> None:
-    token = api.token("operator")
-    headers = {
-        "authorization": f"Bearer {token}",
-        "content-type": "application/json",
-        "if-none-match": "*",
-    }
-    content = '{"rule": "overfit"}'
-    statuses = [
-        api.client.request("PUT", f"{RULES}/fresh", content=content, headers=headers).status_code
-        for _ in range(2)
-    ]
-    assert statuses == [200, 412]
+    body, headers = {"rule": "overfit"}, {"if-none-match": "*"}
+    assert [api.status("PUT", f"{RULES}/fresh", body, headers=headers) for _ in range(2)] == [200, 412]
 
 
 def test_the_catalogue_says_what_rules_are_about(api: Api) -> None:
@@ -200,15 +189,12 @@ def mirrored(driven: Driven) -> list[str]:
 
 @pytest.fixture
 def recording(api: Api, folder_store: Store) -> Recording:
-    begun = Recording(folder_store).begin()
-    run_id = api.driven.register()
-    api.driven.announce(run_id, begun.write(0, 0, 9))
-    api.driven.settle(run_id)
+    begun, _ = api.driven.record(folder_store, last=9)
     return begun
 
 
 def test_a_rule_that_needs_nothing_changes_no_document(api: Api, recording: Recording) -> None:
-    assert api.call("PUT", f"{RUN}/rules/mine", {"rule": "loss_spike"}).status_code == 200
+    assert api.status("PUT", f"{RUN}/rules/mine", {"rule": "loss_spike"}) == 200
     assert document(api.driven) == ControlDocument()
     assert mirrored(api.driven) == []
     with pytest.raises(NotFoundError):
@@ -216,20 +202,20 @@ def test_a_rule_that_needs_nothing_changes_no_document(api: Api, recording: Reco
 
 
 def test_a_rule_that_is_put_and_removed_changes_the_document_once(api: Api, recording: Recording) -> None:
-    assert api.call("PUT", f"{RUN}/rules/elements", ELEMENTS).status_code == 200
+    assert api.status("PUT", f"{RUN}/rules/elements", ELEMENTS) == 200
     assert document(api.driven) == ControlDocument(version=1, needs=(NEED,))
     assert mirrored(api.driven) == ["done"]
     assert on_store(recording.store) == document(api.driven)
     # The same again, and a rule without needs: nothing to write.
-    assert api.call("PUT", f"{RUN}/rules/elements", ELEMENTS).status_code == 200
-    assert api.call("PUT", f"{RUN}/rules/mine", {"rule": "loss_spike"}).status_code == 200
+    assert api.status("PUT", f"{RUN}/rules/elements", ELEMENTS) == 200
+    assert api.status("PUT", f"{RUN}/rules/mine", {"rule": "loss_spike"}) == 200
     assert (document(api.driven).version, mirrored(api.driven)) == (1, [])
     denser = {**ELEMENTS, "params": {**ELEMENTS["params"], "every": 5}}
     api.call("PUT", f"{RUN}/rules/elements", denser)
     assert [need.every for need in document(api.driven).needs] == [5]
-    assert api.call("DELETE", f"{RUN}/rules/mine").status_code == 204
+    assert api.status("DELETE", f"{RUN}/rules/mine") == 204
     assert document(api.driven).version == 2
-    assert api.call("DELETE", f"{RUN}/rules/elements").status_code == 204
+    assert api.status("DELETE", f"{RUN}/rules/elements") == 204
     assert document(api.driven) == ControlDocument(version=3)
     assert mirrored(api.driven) == ["done", "done"]
     assert on_store(recording.store) == ControlDocument(version=3)
@@ -238,7 +224,7 @@ def test_a_rule_that_is_put_and_removed_changes_the_document_once(api: Api, reco
 def test_answers_to_recorders_have_the_whole_document(api: Api, recording: Recording) -> None:
     """Recorders that announce their segments read the document from the answers, and not from the store."""
     api.call("PUT", f"{RUN}/rules/elements", ELEMENTS)
-    assert api.call("POST", f"{RUN}/control/snapshots", {}).status_code == 202
+    assert api.status("POST", f"{RUN}/control/snapshots", {}) == 202
     key = recording.write(1, 10, 19)
     answers = [
         api.call("GET", f"{RUN}/control").json(),
@@ -369,10 +355,9 @@ def test_an_operators_rule_overrides_a_recorders_of_the_same_name(
     orders: dict[str, list[Any]] = {"recorder": [REQUESTED], "operator": [INTENDED]}
     for origin in (first, *(orders.keys() - {first}), "recorder"):
         run_id = register(driven.service, PROJECT, "run-1", tuple(orders[origin]), origin)  # type: ignore[arg-type]
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     posts = [action for action in driven.actions(run_id) if action.kind == "webhook"]
-    fired = [event for event in driven.events(run_id) if event["type"] == "io.watchstep.alert.firing"]
+    fired = driven.events(run_id, "alert.firing")
     assert len(posts) == 1
     assert [event["data"]["rule_config"]["name"] for event in fired].count("mine") == 1
 
@@ -380,17 +365,11 @@ def test_an_operators_rule_overrides_a_recorders_of_the_same_name(
 def test_a_firing_recorders_rule_ends_when_an_operators_overrides_it(
     driven: Driven, folder_store: Store
 ) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=[REQUESTED])
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    recording, run_id = driven.record(folder_store, nan_from(5), rules=[REQUESTED])
     with driven.service.database.write() as session:
         rule_configs.put_one(session, session.get_one(RunRow, run_id), INTENDED)
-    driven.announce(run_id, recording.write(1, 8, 12, nan_from(0)))
-    driven.settle(run_id)
-    ends = [
-        event["data"] for event in driven.events(run_id) if event["type"] == "io.watchstep.alert.resolved"
-    ]
+    driven.judge(run_id, recording.write(1, 8, 12, nan_from(0)))
+    ends = [event["data"] for event in driven.events(run_id, "alert.resolved")]
     assert [end["rule_config"]["name"] for end in ends] == ["mine"]
     assert [action.kind for action in driven.actions(run_id)].count("webhook") in {2, 3}
 
@@ -418,7 +397,7 @@ def test_overridden_rules_are_shown_and_return(api: Api) -> None:
 
 def test_an_operators_rule_is_evaluated_and_one_that_ends_its_process_affects_no_other(api: Api) -> None:
     recording = Recording(api.driven.service.stores.open(api.driven.service.settings.store)).begin()
-    assert api.call("POST", RUNS, {"run": "run-1", "attempt": "a1", "rules": [ENDS, RULE]}).status_code == 200
+    assert api.status("POST", RUNS, {"run": "run-1", "attempt": "a1", "rules": [ENDS, RULE]}) == 200
     api.driven.announce(1, recording.write(0, 0, 9, exploding_from(5)))
     recording.end(worker=0)
     api.driven.settle(1)

@@ -27,8 +27,7 @@ def fired(api: Api, store: Store, role: Any = "recorder", **options: Any) -> int
     answer = api.call("POST", f"{PROJECT}/runs", {"run": "run-1", "rules": [MINE], **options}, role=role)
     assert answer.status_code == 200, answer.text
     recording = Recording(store).begin()
-    api.driven.announce(1, recording.write(0, 0, 7, nan_from(5)))
-    api.driven.settle(1)
+    api.driven.judge(1, recording.write(0, 0, 7, nan_from(5)))
     return 1
 
 
@@ -44,7 +43,7 @@ def test_a_silence_is_previewed_created_listed_and_expired(api: Api, folder_stor
     (alert,) = api.call("POST", f"{PROJECT}/silences/preview", body).json()["alerts"]
     assert (alert["run"], alert["labels"]["name"], alert["labels"]["team"]) == ("run-1", "mine", "vision")
     silence = {**body, "reason": "a sweep", "duration_seconds": 3600}
-    assert api.call("POST", f"{PROJECT}/silences", silence, role="viewer").status_code == 403
+    assert api.status("POST", f"{PROJECT}/silences", silence, role="viewer") == 403
     created = api.call("POST", f"{PROJECT}/silences", silence).json()
     assert (created["state"], created["suppresses_stop"], "operator" in created["author"]) == (
         "active",
@@ -55,8 +54,8 @@ def test_a_silence_is_previewed_created_listed_and_expired(api: Api, folder_stor
     assert [
         entry["id"] for entry in api.call("GET", f"{PROJECT}/silences?state=active").json()["silences"]
     ] == [1]
-    assert api.call("GET", "/v1/projects/other/silences/1").status_code == 404
-    assert api.call("DELETE", "/v1/projects/other/silences/1").status_code == 404
+    assert api.status("GET", "/v1/projects/other/silences/1") == 404
+    assert api.status("DELETE", "/v1/projects/other/silences/1") == 404
     alert_path = f"{RUN}/alerts/{fingerprint(api)}"
     covering = api.call("GET", alert_path).json()["silence"]
     assert (covering["id"], covering["reason"], covering["suppresses_stop"]) == (1, "a sweep", False)
@@ -92,39 +91,32 @@ def test_an_alert_is_acknowledged_and_the_acknowledgement_withdrawn(api: Api, fo
     run_id = fired(api, folder_store)
     place = f"{RUN}/alerts/{fingerprint(api)}"
     assert api.call("GET", place).json()["acknowledgement"] is None
-    assert api.call("PUT", f"{place}/acknowledgement", {}, role="viewer").status_code == 403
+    assert api.status("PUT", f"{place}/acknowledgement", {}, role="viewer") == 403
     taken = api.call("PUT", f"{place}/acknowledgement", {"comment": "on it"}).json()["acknowledgement"]
     assert (taken["comment"], "operator" in taken["who"]) == ("on it", True)
     assert api.driven.event_types(run_id)[-1] == "alert.acknowledged"
     assert api.call("DELETE", f"{place}/acknowledgement").json()["acknowledgement"] is None
-    assert api.call("GET", f"{RUN}/alerts/{'0' * 32}").status_code == 404
-    assert api.call("GET", f"{RUN}/alerts/none").status_code == 422
+    assert api.status("GET", f"{RUN}/alerts/{'0' * 32}") == 404
+    assert api.status("GET", f"{RUN}/alerts/none") == 422
 
 
 def test_a_rule_stops_while_an_operator_allows_it(api: Api, folder_store: Store) -> None:
     run_id = fired(api, folder_store)
-    (would_have,) = [
-        event["data"]
-        for event in api.driven.events(run_id)
-        if event["type"] == "io.watchstep.stop.would_have"
-    ]
+    (would_have,) = [event["data"] for event in api.driven.events(run_id, "stop.would_have")]
     assert would_have["because"] == "not_allowed"
     assert "watchstep rules allow-stop mine --project vision" in would_have["hint"]
     assert would_have["evidence"]["segments"]
     grants = f"{PROJECT}/stop-grants"
     body = {"rule": "mine", "reason": "a month of backtests"}
-    assert api.call("POST", grants, body, role="recorder").status_code == 403
-    assert api.call("POST", grants, {**body, "rule": "none"}).status_code == 404
+    assert api.status("POST", grants, body, role="recorder") == 403
+    assert api.status("POST", grants, {**body, "rule": "none"}) == 404
     granted = api.call("POST", grants, body).json()
     assert granted["digest"] == would_have["digest"]
     assert api.call("POST", grants, body).json()["id"] == granted["id"]
     assert {rule["name"]: rule["granted_stop"] for rule in api.call("GET", RUN).json()["rules"]}["mine"]
 
     def stops_of(attempt: str) -> list[str]:
-        api.driven.announce(
-            run_id, Recording(folder_store, attempt=attempt).begin().write(0, 0, 7, nan_from(5))
-        )
-        api.driven.settle(run_id)
+        api.driven.judge(run_id, Recording(folder_store, attempt=attempt).begin().write(0, 0, 7, nan_from(5)))
         lines = api.call("GET", f"{PROJECT}/audit?run=run-1&attempt={attempt}").json()["entries"]
         return [line["kind"] for line in reversed(lines) if line["who"] == "rule mine"]
 
@@ -139,10 +131,7 @@ def test_a_rule_stops_while_an_operator_allows_it(api: Api, folder_store: Store)
     assert revoked["revoked_reason"] == "it cried wolf"
     assert stops_of("a4") == ["would_have"]
     assert (
-        api.call(
-            "POST", f"/v1/projects/other/stop-grants/{granted['id']}/revoke", {"reason": "x"}
-        ).status_code
-        == 404
+        api.status("POST", f"/v1/projects/other/stop-grants/{granted['id']}/revoke", {"reason": "x"}) == 404
     )
 
 
@@ -181,8 +170,7 @@ def test_the_audit_log_contains_a_stop_from_the_grant_to_the_end(api: Api, folde
     run_id = fired(api, folder_store)
     (action,) = api.driven.actions(run_id)
     # The next attempt has begun, and nothing of this one was found since: nothing is there to stop any more.
-    api.driven.announce(run_id, Recording(folder_store, attempt="a2").begin().write(0, 0, 3))
-    api.driven.settle(run_id)
+    api.driven.judge(run_id, Recording(folder_store, attempt="a2").begin().write(0, 0, 3))
     api.driven.finish(action.id)
     api.call("POST", f"{RUN}/stop", {"attempt": "a1", "reason": "again"})
     lines = list(reversed(api.call("GET", f"{PROJECT}/audit?run=run-1").json()["entries"]))

@@ -12,7 +12,7 @@ import pytest
 from tests.sdk.format.test_snapshot import MemoryStore
 from tests.sdk.reading.saved import save as save_tensors
 from tests.sdk.reading.test_samples import write
-from tests.services.api.conftest import Api, Client
+from tests.services.api.conftest import Api
 from tests.services.recording import Recording, damage_from
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.layout import SnapshotKey
@@ -20,7 +20,6 @@ from watchstep.format.samples.samples import MAX_IDS, SampleBatch, encode_batch,
 from watchstep.format.snapshot import MISSING_NAMES, Snapshot, TensorPart
 from watchstep.reading.budget import DecodingMemory, OverBudgetError, ReadBudget
 from watchstep.store.store import Store
-from watchstep_services.api.app import create_app
 from watchstep_services.api.queries import snapshot_headers
 from watchstep_services.api.queries.snapshot_headers import read_snapshot
 from watchstep_services.api.routes import snapshots
@@ -49,8 +48,7 @@ def recorded(api: Api, folder_store: Store) -> Api:
 
 
 def ask(api: Api, path: str, **headers: str) -> httpx.Response:
-    sent = {"authorization": f"Bearer {api.token('viewer')}", **headers}
-    return api.client.request("GET", f"{PLACE}{path}", headers=sent)
+    return api.call("GET", f"{PLACE}{path}", role="viewer", headers=headers)
 
 
 def test_snapshots_are_listed_in_pages(recorded: Api) -> None:
@@ -126,8 +124,7 @@ def test_a_snapshot_has_the_metadata_of_its_writer_only(recorded: Api, folder_st
 def test_headers_are_parsed_within_the_memory_for_decoding(
     recorded: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driven = recorded.driven.with_settings(query_seconds=1)
-    hasty = Api(Client(create_app(driven.service)), driven)
+    hasty = recorded.with_settings(query_seconds=1)
     memory = DecodingMemory(2**20)
     monkeypatch.setattr(snapshot_headers, "PROCESS", memory)
     paths = ("", "/tensor?name=bias", "/summary?name=bias")
@@ -240,8 +237,7 @@ def test_a_summary_has_its_figures(recorded: Api) -> None:
 def test_a_too_large_response_is_refused_with_a_hint(recorded: Api, folder_store: Store) -> None:
     from safetensors.numpy import save
 
-    driven = recorded.driven.with_settings(tensor_mb=1)
-    small = Api(Client(create_app(driven.service)), driven)
+    small = recorded.with_settings(tensor_mb=1)
     Recording(folder_store).store.put(key(20).path, save({"big": np.zeros(300_000, np.float64)}))
     refused = ask(small, "/a1/0/20/train/tensor?name=big")
     assert (refused.status_code, "Range" in refused.json()["hint"]) == (413, True)
@@ -294,8 +290,7 @@ def sampled(api: Api, folder_store: Store) -> Api:
 
 
 def _get(api: Api, query: str) -> tuple[int, Any]:
-    headers = {"authorization": f"Bearer {api.token('viewer')}"}
-    answer = api.client.request("GET", f"{SAMPLES}?{query}", headers=headers)
+    answer = api.call("GET", f"{SAMPLES}?{query}", role="viewer")
     return answer.status_code, answer.json()
 
 
@@ -362,9 +357,8 @@ def test_an_alerts_event_names_the_samples(api: Api, folder_store: Store) -> Non
     recording = Recording(folder_store).begin()
     write(recording.store, "a1", 0, 10, *(SampleBatch(step, (100 + step,)) for step in range(8)))
     run_id = api.driven.register()
-    api.driven.announce(run_id, recording.write(0, 0, 7, damage_from(5)))
-    api.driven.settle(run_id)
-    fired = [event for event in api.driven.events(run_id) if event["type"] == "io.watchstep.alert.firing"]
+    api.driven.judge(run_id, recording.write(0, 0, 7, damage_from(5)))
+    fired = api.driven.events(run_id, "alert.firing")
     step = fired[0]["data"]["evidence"]["step"]
     assert fired[0]["data"]["evidence"]["samples"].endswith(f"vision/run-1/ --step {step}")
     answer = _get(api, f"event={fired[0]['id']}")[1]

@@ -100,8 +100,7 @@ def traced(api: Api, folder_store: Store) -> Api:
 
 
 def ask(api: Api, path: str) -> httpx.Response:
-    headers = {"authorization": f"Bearer {api.token('viewer')}"}
-    return api.client.request("GET", f"{PLACE}{path}", headers=headers)
+    return api.call("GET", f"{PLACE}{path}", role="viewer")
 
 
 def fetched(api: Api, path: str) -> Any:

@@ -47,8 +47,7 @@ def _run(driven: Driven, store: Store, name: str) -> tuple[int, Recording]:
     """A run with one evaluated segment, so that later evaluations have no news."""
     recording = Recording(store, run=name).begin()
     run_id = driven.register(name)
-    driven.announce(run_id, recording.write(0, 0, 3, healthy))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 3, healthy))
     return run_id, recording
 
 

@@ -60,12 +60,14 @@ def runs(standing: Driven, store: Store, *states: dict[str, Any]) -> list[int]:
     for number, state in enumerate(states):
         Recording(store, run=f"run-{number}").begin()
         ids.append(standing.register(f"run-{number}"))
-        with standing.service.database.write() as session:
-            row = session.get_one(RunRow, ids[-1])
-            row.due_ns = NOW_NS - int(state["ago"] * NANOSECONDS)
-            row.cached_by = state.get("cached_by", "")
-            row.urgent_ns = NOW_NS - int(state["urgent"] * NANOSECONDS) if "urgent" in state else 0
-            row.lease_until_ns = NOW_NS + int(state["leased"] * NANOSECONDS) if "leased" in state else 0
+        standing.change(
+            RunRow,
+            ids[-1],
+            due_ns=NOW_NS - int(state["ago"] * NANOSECONDS),
+            cached_by=state.get("cached_by", ""),
+            urgent_ns=NOW_NS - int(state["urgent"] * NANOSECONDS) if "urgent" in state else 0,
+            lease_until_ns=NOW_NS + int(state["leased"] * NANOSECONDS) if "leased" in state else 0,
+        )
     return ids
 
 
@@ -165,8 +167,7 @@ def test_a_message_about_one_run_has_the_bad_step_of_another_judged(
     bad_id, good_id = standing.register("bad"), standing.register("good")
     standing.announce(bad_id, bad.write(0, 0, 7, nan_from(5)))
     standing.announce(good_id, good.write(0, 0, 7, healthy))
-    with standing.service.database.write() as session:
-        session.get_one(RunRow, bad_id).due_ns = NOW_NS - 1
+    standing.change(RunRow, bad_id, due_ns=NOW_NS - 1)
     done = [evaluate_longest_due(standing.service, good_id) for _ in range(2)]
     assert [(run_id, one.outcome) for run_id, one in done] == [(bad_id, "committed"), (good_id, "committed")]
     assert standing.alerts(bad_id)["non_finite_values"][:2] == ("firing", 5)
@@ -200,8 +201,7 @@ def run_id(driven: Driven, folder_store: Store) -> int:
     run_id = driven.register()
     recordings = [Recording(folder_store, attempt=attempt).begin() for attempt in ("a1", "a2")]
     for recording in recordings:
-        driven.announce(run_id, recording.write(0, 0, 3, nan_from(2)))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write(0, 0, 3, nan_from(2)))
     for recording in recordings:
         driven.announce(run_id, recording.write(1, 4, 7), recording.write(2, 8, 11))
     return run_id
@@ -253,8 +253,7 @@ def test_an_inbox_of_an_empty_run_is_calm_until_an_evaluation_fails(driven: Driv
     run_id = driven.register()
     inbox = open_inbox(driven.service.database, run_id)
     assert (inbox.entries, inbox.attempts, inbox.calm, inbox.failing) == ([], {}, True, frozenset())
-    with driven.service.database.write() as session:
-        session.get_one(RunRow, run_id).health = {FAILED_ATTEMPTS: {"a1": "the store refused"}}
+    driven.change(RunRow, run_id, health={FAILED_ATTEMPTS: {"a1": "the store refused"}})
     inbox = open_inbox(driven.service.database, run_id)
     assert (inbox.calm, inbox.failing) == (False, frozenset({"a1"}))
 
@@ -289,8 +288,7 @@ def test_many_workers_judge_every_segment_once(driven: Driven, folder_store: Sto
         recorder.result()
         committed = sum(worker.result() for worker in workers)
 
-    with driven.service.database.read() as session:
-        rows = list(session.execute(select(Segment).order_by(Segment.position)).scalars())
+    rows = driven.all(select(Segment).order_by(Segment.position))
     assert [(row.position, row.seq, row.state) for row in rows] == [(i, i, "read") for i in range(STEPS)]
     assert driven.run(run_id).ticks == committed
     assert driven.memories()[0][3] == STEPS

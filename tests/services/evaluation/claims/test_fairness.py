@@ -20,7 +20,6 @@ from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Project, RunRow
 from watchstep_services.db.records import hint, put_segment
 from watchstep_services.runs.claim import AHEAD_NS, claim_longest_due
-from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.registration import register
 from watchstep_services.runs.stops import request_stop
 from watchstep_services.scheduler import queue
@@ -116,8 +115,7 @@ def test_a_hint_while_a_run_is_held_is_told_to_its_holder(driven: Driven, folder
 
 def test_a_run_that_is_due_keeps_its_place(driven: Driven) -> None:
     run_id = driven.register()
-    with driven.service.database.write() as session:
-        session.get_one(RunRow, run_id).due_ns = 5
+    driven.change(RunRow, run_id, due_ns=5)
     with driven.service.database.write() as session:
         hint(session, run_id, requested=True)
     assert (driven.run(run_id).due_ns, driven.run(run_id).requested_ns) == (5, 0)
@@ -173,10 +171,7 @@ def test_an_evaluation_with_a_slow_rule_ends_and_defers_its_project(
         RuleConfig(rule="non_finite_values"),
     )
     driven = Driven(make_service(database, folder_store, rules, rule_seconds=FREE_SECONDS + 0.5))
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 9, nan_from(5)))
-    driven.settle(run_id)
+    _, run_id = driven.record(folder_store, nan_from(5), last=9)
     assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
     with database.read() as session:
         until, now = session.execute(select(Project.deferred_until_ns, now_ns())).one()
@@ -234,8 +229,7 @@ def test_a_stop_does_not_wait_for_evaluations(
 ) -> None:
     Recording(folder_store).begin(on_stop="ignore").write(0, 0, 7)
     run_id = driven_sqlite.register()
-    discover(driven_sqlite.service, run_id)
-    driven_sqlite.settle(run_id)
+    driven_sqlite.discover(run_id)
     with driven_sqlite.service.database.write() as session:
         stop = request_stop(session, driven_sqlite.service.base_url, run_id, "a1", ("", "enough"))
     assert stop is not None

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from sqlalchemy import event, update
-from tests.services.evaluation.claims.test_fairness import due_since
+from sqlalchemy import event
 
-from tests.services.driving import Driven
+from tests.services.driving import Driven, statements
+from tests.services.evaluation.claims.test_fairness import due_since
 from tests.services.recording import Recording, exploding_from, nan_from
 from watchstep.format.layout import SegmentKey
 from watchstep.store.store import Store
@@ -226,8 +226,7 @@ class Workers:
             except KilledError:
                 self.dead, self.driven, more = False, self.driven.restarted(), True
                 self.deaths += 1
-                with self.driven.service.database.write() as session:
-                    session.execute(update(RunRow).filter_by(id=self.run_id).values(lease_until_ns=1))
+                self.driven.change(RunRow, self.run_id, lease_until_ns=1)
 
 
 @pytest.fixture
@@ -357,15 +356,9 @@ def test_an_ordinary_evaluation_notes_nothing(driven: Driven, folder_store: Stor
     recording = Recording(folder_store).begin()
     run_id = driven.register()
     driven.announce(run_id, *write(recording, 3, nan_from(9)))
-    statements: list[str] = []
-
-    def note(_connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
-        statements.append(statement)
-
-    event.listen(driven.service.database.engine, "before_cursor_execute", note)
-    driven.settle(run_id)
-    event.remove(driven.service.database.engine, "before_cursor_execute", note)
-    assert statements
+    with statements(driven.service.database) as executed:
+        driven.settle(run_id)
+    assert executed
     assert not [
-        statement for statement in statements if "reading=" in statement and "lease_until_ns" not in statement
+        statement for statement in executed if "reading=" in statement and "lease_until_ns" not in statement
     ]

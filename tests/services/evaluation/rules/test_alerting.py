@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import update
 
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, nan_from
@@ -92,8 +91,7 @@ def test_an_event_says_what_was_seen_and_what_to_try(sqlite: Database, folder_st
             "actions": [{"notify": "ml-oncall"}],
         },
     )
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     _started, event = driven.events(run_id)
     data = event["data"]
     assert data["message"] == "vision: run-1 has 1 NaN among 1 elements of loss, 0 tolerated since 5"
@@ -114,8 +112,7 @@ def test_a_dry_run_is_shown_and_does_nothing(sqlite: Database, folder_store: Sto
     recording = Recording(folder_store).begin()
     rule = {"rule": "non_finite_values", "dry_run": True, "actions": ["stop", {"webhook": HOOK}]}
     driven, run_id = driven_by(sqlite, folder_store, rule)
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
     _started, firing, would_have = (event["data"] for event in driven.events(run_id))
     assert (firing["dry_run"], would_have["because"]) == (True, "dry_run")
@@ -135,8 +132,7 @@ def test_what_follows_from_another_alert_is_told_when_that_is_over(
         {"rule": "exploding_gradient", "actions": ["stop", {"webhook": HOOK}]},
     )
     for key in recording.written["w0"]:
-        driven.announce(run_id, key)
-        driven.settle(run_id)
+        driven.judge(run_id, key)
     assert told(driven, run_id) == [
         ("non_finite_values", "firing", 41, None),
         ("exploding_gradient", "firing", 42, "non_finite_values"),
@@ -159,8 +155,7 @@ def test_what_is_over_before_it_is_told_is_never_told(sqlite: Database, folder_s
         {"rule": "non_finite_values", "inhibits": ["exploding_gradient"]},
         {"rule": "exploding_gradient", "actions": ["stop", {"webhook": HOOK}]},
     )
-    driven.announce(run_id, *recording.written["w0"])
-    driven.settle(run_id)
+    driven.judge(run_id, *recording.written["w0"])
     assert told(driven, run_id)[1:] == [
         ("exploding_gradient", "firing", 42, "non_finite_values"),
         ("exploding_gradient", "resolved", 48, "non_finite_values"),
@@ -173,8 +168,7 @@ def test_who_records_keeps_no_rule_of_the_owner_quiet(sqlite: Database, folder_s
     driven, _ = driven_by(sqlite, folder_store, {"rule": "exploding_gradient", "actions": ["stop"]})
     asked = RuleConfig(rule="non_finite_values", inhibits=("exploding_gradient",))
     run_id = driven.register(rules=[asked])
-    driven.announce(run_id, recording.write(0, 0, 60, ill))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 60, ill))
     assert ("exploding_gradient", "firing", 42, None) in told(driven, run_id)
     assert [action.kind for action in driven.actions(run_id)] == ["stop"]
 
@@ -183,13 +177,10 @@ def test_who_records_keeps_no_rule_of_the_owner_quiet(sqlite: Database, folder_s
 def test_a_memory_that_cannot_be_read_begins_anew(sqlite: Database, folder_store: Store, key: str) -> None:
     recording = Recording(folder_store).begin()
     driven, run_id = driven_by(sqlite, folder_store, {"rule": "non_finite_values"})
-    driven.announce(run_id, recording.write(0, 0, 3))
-    driven.settle(run_id)
-    with driven.service.database.write() as session:
-        session.execute(update(RuleStateRow).values(state=json.dumps({"alert": {key: {"loss@0/train": 3}}})))
+    driven.judge(run_id, recording.write(0, 0, 3))
+    driven.change(RuleStateRow, state=json.dumps({"alert": {key: {"loss@0/train": 3}}}))
     driven = driven.restarted()  # the process that wrote it knows what it wrote
-    driven.announce(run_id, recording.write(1, 4, 7, nan_from(5)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(1, 4, 7, nan_from(5)))
     assert driven.alerts(run_id)["non_finite_values"][:2] == ("firing", 5)
 
 

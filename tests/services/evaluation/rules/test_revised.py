@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from tests.services.dispatch.receiver import Receiver, receiving
+from tests.services.channels.http_server import HttpServer
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording
 from watchstep.format.layout import SegmentKey
@@ -45,13 +44,7 @@ def culprit(step: int, name: str) -> float:
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with receiving() as running:
-        yield running
-
-
-@pytest.fixture
-def driven(sqlite: Database, folder_store: Store, receiver: Receiver) -> Driven:
+def driven(sqlite: Database, folder_store: Store, receiver: HttpServer) -> Driven:
     asked = {
         "receivers": [{"name": "ops", "kind": "webhook", "url": receiver.url}],
         "route": {"receiver": "ops", "group_wait": 0, "group_interval": 0, "repeat_interval": 3600},
@@ -68,8 +61,7 @@ def one_after_the_other(driven: Driven, store: Store) -> tuple[Recording, int]:
     """Each rank is judged before the next one's rows come."""
     recording, run_id = begin(driven, store)
     for worker, value in enumerate((reduced, culprit)):
-        driven.announce(run_id, recording.write(0, 0, 7, value, worker))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write(0, 0, 7, value, worker))
     return recording, run_id
 
 
@@ -78,8 +70,7 @@ def alerts_events(driven: Driven, run_id: int) -> list[dict[str, Any]]:
 
 
 def standing(driven: Driven) -> AlertInstanceRow:
-    with driven.service.database.read() as session:
-        return session.execute(select(AlertInstanceRow)).scalar_one()
+    return driven.one(select(AlertInstanceRow))
 
 
 def about(data: dict[str, Any]) -> tuple[int, int, str]:
@@ -98,8 +89,7 @@ def test_what_comes_in_one_evaluation_is_one_event_that_names_the_cause(
         worker: recording.write(0, 0, 7, value, worker) for worker, value in enumerate((reduced, culprit))
     }
     driven.announce(run_id, keys[first])
-    driven.announce(run_id, keys[1 - first])
-    driven.settle(run_id)
+    driven.judge(run_id, keys[1 - first])
     (event,) = alerts_events(driven, run_id)
     assert (event["type"], about(event["data"])) == ("io.watchstep.alert.firing", LOSS_OF_RANK_1)
     assert (event["data"]["step"], event["data"]["explanation"]["where"]) == (
@@ -116,16 +106,13 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
 ) -> None:
     recording, run_id = begin(driven, folder_store)
     teller = ConsoleOutput(sqlite)
-    driven.announce(run_id, recording.write(0, 0, 7, reduced))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, reduced))
     assert len(flush_due(driven.service)) == 1
-    with driven.service.database.read() as session:
-        before = session.execute(select(AlertRow)).scalar_one()
+    before = driven.one(select(AlertRow))
     teller.new_lines()
     actions = [action.id for action in driven.actions(run_id)]
     assert len(actions) == 3  # a stop, a webhook, a notification
-    driven.announce(run_id, recording.write(0, 0, 7, culprit, 1))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, culprit, 1))
 
     firing, revised = alerts_events(driven, run_id)
     assert firing["type"] == "io.watchstep.alert.firing"
@@ -136,8 +123,7 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
     assert set(firing["data"]) == set(data)
     assert data["evidence"]
 
-    with driven.service.database.read() as session:
-        row = session.execute(select(AlertRow)).scalar_one()
+    row = driven.one(select(AlertRow))
     assert (row.phase, row.since_step, row.fired_ns) == (before.phase, before.since_step, before.fired_ns)
     assert row.finding == data["finding"]
     assert row.details is not None
@@ -162,7 +148,7 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
 
 
 def test_a_notification_that_was_not_sent_yet_names_the_cause(
-    driven: Driven, folder_store: Store, receiver: Receiver
+    driven: Driven, folder_store: Store, receiver: HttpServer
 ) -> None:
     one_after_the_other(driven, folder_store)
     (action,) = flush_due(driven.service)

@@ -6,12 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from sqlalchemy import event, select, update
+from sqlalchemy import select, update
 
-from tests.sdk.format.blocks import Row, block_of, gradient
-from tests.services.driving import RULES, Driven, make_service
+from tests.sdk.format.blocks import Row, gradient
+from tests.services.driving import RULES, Driven, make_service, statements
 from tests.services.recording import NAN, Recording, damage_from, nan_from
-from watchstep.format import segment
 from watchstep.format.layout import SegmentKey, references_document
 from watchstep.store.store import Store
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -34,41 +33,25 @@ MINE = RuleConfig.model_validate(
 )
 
 
-class Queries:
-    """Statements that a database runs from now on."""
-
-    def __init__(self, database: Database) -> None:
-        self.asked: list[str] = []
-        event.listen(database.engine, "before_cursor_execute", self._ask)
-
-    def _ask(self, _connection: Any, _cursor: Any, statement: str, *_more: Any) -> None:
-        self.asked.append(statement)
-
-    def during(self, driven: Driven, run_id: int) -> int:
-        """How many an evaluation runs."""
-        self.asked.clear()
-        assert driven.evaluate(run_id).outcome == "committed"
-        return len(self.asked)
-
-
 def step(driven: Driven, run_id: int, recording: Recording, seq: int, *ill: Any) -> None:
     driven.announce(run_id, recording.write(seq, 4 * seq, 4 * seq + 3, *ill))
 
 
 def release(driven: Driven, run_id: int) -> None:
     """As if the lease had ended."""
-    with driven.service.database.write() as session:
-        session.get_one(RunRow, run_id).lease_until_ns = 0
+    driven.change(RunRow, run_id, lease_until_ns=0)
 
 
 def test_an_evaluation_at_which_nothing_happens_asks_three_times(
     driven: Driven, folder_store: Store, database: Database
 ) -> None:
     recording, run_id = Recording(folder_store).begin(), driven.register()
-    queries, asked = Queries(database), []
+    asked = []
     for seq in range(5):
         step(driven, run_id, recording, seq)
-        asked.append(queries.during(driven, run_id))
+        with statements(database) as executed:
+            assert driven.evaluate(run_id).outcome == "committed"
+        asked.append(len(executed))
     if database.engine.dialect.name == "postgresql":
         # Its first makes it running, which the second sees.
         assert asked[2:] == [3, 3, 3]
@@ -221,10 +204,8 @@ def write_new_tensors(
     recording: Recording, seq: int, step: int, names: list[str], value: float = NAN
 ) -> SegmentKey:
     """Write a segment of gradients that no other segment has."""
-    key = recording.key(seq, step, step)
     rows = [Row(step, gradient(name, order=number + 9), [value]) for number, name in enumerate(names)]
-    recording.store.put(key.path, segment.encode(block_of(rows)))
-    return key
+    return recording.write_rows(seq, rows)
 
 
 def test_a_segment_with_too_many_new_tensor_names_is_rejected_and_the_others_are_judged(
@@ -240,8 +221,7 @@ def test_a_segment_with_too_many_new_tensor_names_is_rejected_and_the_others_are
     ]
     run_id = driven_sqlite.register()
     for key in keys:  # in separate evaluations, so that the names of earlier rows count
-        driven_sqlite.announce(run_id, key)
-        driven_sqlite.settle(run_id)
+        driven_sqlite.judge(run_id, key)
     assert driven_sqlite.segments(run_id) == {
         ("w0", 0): "read",
         ("w0", 1): "read",
@@ -258,10 +238,9 @@ def test_a_segment_with_too_many_rows_is_rejected(
     monkeypatch.setattr(collecting, "SEGMENT_ROWS", 9)
     recording = Recording(folder_store).begin()
     run_id = driven_sqlite.register()
-    driven_sqlite.announce(
+    driven_sqlite.judge(
         run_id, recording.write(0, 0, 2), recording.write(1, 3, 6), recording.write(2, 7, 7, damage_from(7))
     )
-    driven_sqlite.settle(run_id)
     assert driven_sqlite.segments(run_id) == {("w0", 0): "read", ("w0", 1): "corrupt", ("w0", 2): "read"}
     assert "contains 12 rows" in driven_sqlite.run(run_id).health["last_corrupt"]
     assert driven_sqlite.alerts(run_id)["non_finite_values"][:2] == ("firing", 7)
@@ -270,21 +249,16 @@ def test_a_segment_with_too_many_rows_is_rejected(
 def test_the_largest_rule_states_over_the_limit_are_discarded_and_their_rules_report_an_error(
     driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven_sqlite.register()
-    driven_sqlite.announce(run_id, recording.write(0, 0, 4))
-    driven_sqlite.settle(run_id)
+    recording, run_id = driven_sqlite.record(folder_store, last=4)
     limit = sum(len(state) for _, _, state, _ in driven_sqlite.memories()) + 3000
     monkeypatch.setattr(judging, "STATE_CHARACTERS", limit)
-    driven_sqlite.announce(run_id, write_new_tensors(recording, 1, 5, [f"{n:0200}" for n in range(20)]))
-    driven_sqlite.settle(run_id)
+    driven_sqlite.judge(run_id, write_new_tensors(recording, 1, 5, [f"{n:0200}" for n in range(20)]))
     states = [state for _, _, state, _ in driven_sqlite.memories()]
     assert sum(map(len, states)) <= limit
     problems = [json.loads(state)["problem"] for state in states if json.loads(state)["health"] == "error"]
     assert problems
     assert all("rule state of" in problem for problem in problems)
-    driven_sqlite.announce(run_id, recording.write(2, 6, 6, damage_from(6)))
-    driven_sqlite.settle(run_id)
+    driven_sqlite.judge(run_id, recording.write(2, 6, 6, damage_from(6)))
     assert driven_sqlite.run(run_id).last_step == 6
     assert driven_sqlite.alerts(run_id)["non_finite_values"][:2] == ("firing", 6)
 
@@ -322,8 +296,7 @@ def test_damaged_references_affect_the_rule_that_compares_only(
     run_id = driven_sqlite.register(rules=(compares,))
     document = {"attempts": {"other": "a1"}, "statistics": {"other rms": statistics}, "problems": {}}
     recording.store.put(references_document("a1"), json.dumps(document).encode())
-    driven_sqlite.announce(run_id, recording.write(0, 0, 4, damage_from(3)))
-    driven_sqlite.settle(run_id)
+    driven_sqlite.judge(run_id, recording.write(0, 0, 4, damage_from(3)))
     assert driven_sqlite.run(run_id).last_step == 4
     assert driven_sqlite.alerts(run_id)["non_finite_values"][:2] == ("firing", 3)
 
@@ -355,7 +328,7 @@ def test_an_error_is_told_once_and_that_it_is_over(sqlite: Database, folder_stor
     for seq in (3, 4):
         judged_with(mine.as_data(), seq)
     assert told(driven, run_id) == [("error", "mine"), ("ok", "mine")]
-    (error,) = [event for event in driven.events(run_id) if event["type"] == "io.watchstep.rule.error"]
+    (error,) = driven.events(run_id, "rule.error")
     assert "of_another_version" in error["data"]["problem"]
 
 
@@ -368,23 +341,17 @@ def test_no_data_is_told_of_chosen_rules_after_many_steps_once_a_run(
     for attempt in ("a1", "a2"):
         recording = Recording(folder_store, attempt=attempt).begin()
         for seq in (0, 1, 2):
-            driven.announce(run_id, recording.write(seq, 10 * seq, 10 * seq + 9))
-            driven.settle(run_id)
+            driven.judge(run_id, recording.write(seq, 10 * seq, 10 * seq + 9))
             assert told(driven, run_id) == ([("no_data", "mine")] if seq or attempt == "a2" else [])
 
 
 def test_no_data_is_told_at_the_end_of_a_short_run(sqlite: Database, folder_store: Store) -> None:
     driven = Driven(make_service(sqlite, folder_store, [*DEFAULT_RULES, MINE]))
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 9))
-    driven.settle(run_id)
+    recording, run_id = driven.record(folder_store, last=9)
     assert told(driven, run_id) == []
     recording.end("completed", 9)
-    from watchstep_services.runs.discovery import discover
 
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     for _ in range(2):
         assert advance_run(driven.service, run_id) == "completed"
     assert told(driven, run_id) == [("no_data", "mine")]

@@ -81,10 +81,7 @@ def test_an_evaluation_looks_up_a_few_and_all_are_forgotten_once_the_store_is_li
 def test_the_next_segments_of_real_writers_are_read_beside_made_up_ones(
     driven: Driven, folder_store: Store, lookups: list[SegmentKey]
 ) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 3))
-    driven.settle(run_id)
+    recording, run_id = driven.record(folder_store, last=3)
     driven.announce(run_id, *made_up(100))
     driven.announce(run_id, recording.write(1, 4, 7, nan_from(5)))
     driven.evaluate(run_id)
@@ -97,8 +94,7 @@ def test_more_announcements_are_forgotten_than_a_statement_has_parameters(
 ) -> None:
     recording = Recording(folder_store).begin()
     run_id = driven_sqlite.register()
-    driven_sqlite.announce(run_id, *made_up(40_000), recording.write(0, 0, 3))
-    driven_sqlite.settle(run_id)
+    driven_sqlite.judge(run_id, *made_up(40_000), recording.write(0, 0, 3))
     assert states(driven_sqlite, run_id) == {"read": 1}
 
 
@@ -133,30 +129,25 @@ def test_look_ups_of_absent_segments_defer_the_project(driven: Driven) -> None:
     run_id = driven.register()
     driven.settle(run_id)
     assert deferred_until_ns(driven) == 0
-    driven.announce(run_id, *made_up(1))
-    driven.settle(run_id)
+    driven.judge(run_id, *made_up(1))
     assert deferred_until_ns(driven) > 0
 
 
 def deferred_until_ns(driven: Driven) -> int:
-    with driven.service.database.read() as session:
-        return session.execute(select(Project.deferred_until_ns).filter_by(name=PROJECT)).scalar_one()
+    return driven.one(select(Project.deferred_until_ns).filter_by(name=PROJECT))
 
 
 def test_an_attempt_of_which_nothing_lies_on_the_store_is_none(driven: Driven, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
     recording.write(0, 0, 7)
     run_id = driven.register()
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
 
-    driven.announce(run_id, SegmentKey(WriterId("made-up", "node", "w0"), 0, 0, 10**18 - 1))
-    driven.settle(run_id)
+    driven.judge(run_id, SegmentKey(WriterId("made-up", "node", "w0"), 0, 0, 10**18 - 1))
 
     run = driven.run(run_id)
     assert (run.attempt, run.last_step) == ("a1", 7)
-    driven.announce(run_id, recording.write(1, 8, 9))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(1, 8, 9))
     assert driven.run(run_id).last_step == 9, "what is real is judged all the same"
 
 
@@ -165,12 +156,10 @@ def test_an_attempt_without_a_document_does_not_become_the_newest(
 ) -> None:
     Recording(folder_store).begin().write(0, 0, 7)
     run_id = driven.register()
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
 
     stray = Recording(folder_store, attempt="made-up")
-    driven.announce(run_id, stray.write(0, 0, 9))
-    driven.settle(run_id)
+    driven.judge(run_id, stray.write(0, 0, 9))
 
     run = driven.run(run_id)
     assert (run.attempt, run.last_step) == ("a1", 9)
@@ -183,7 +172,6 @@ def test_numbers_that_leave_everything_out_cost_no_rows(driven_sqlite: Driven, f
     for worker in range(3):
         recording.write(900_000_000, 0, 7, worker=worker)
     run_id = driven.register()
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert len(driven.segments(run_id)) == 3 + 1000
     assert driven.run(run_id).health["missing_segments"] == 2_700_000_000

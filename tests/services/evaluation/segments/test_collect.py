@@ -47,13 +47,11 @@ def recording(folder_store: Store) -> Recording:
 
 def test_a_gap_is_waited_for(driven: Driven, recording: Recording) -> None:
     run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 3), recording.write(2, 8, 11))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 3), recording.write(2, 8, 11))
     assert driven.segments(run_id) == {("w0", 0): "read", ("w0", 2): "announced"}
     assert driven.run(run_id).due_ns is not None
 
-    driven.announce(run_id, recording.write(1, 4, 7, nan_from(6)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(1, 4, 7, nan_from(6)))
     assert set(driven.segments(run_id).values()) == {"read"}
     # It fires at step 6, and the steps behind the gap, which are judged after it, resolve it.
     assert driven.alerts(run_id)["non_finite_values"][:2] == ("resolved", 8)
@@ -63,8 +61,7 @@ def test_a_lost_announcement_leaves_no_gap(driven: Driven, recording: Recording)
     run_id = driven.register()
     recording.write_all([3, 7, 11])
     first, _, third = recording.written["w0"]
-    driven.announce(run_id, first, third)
-    driven.settle(run_id)
+    driven.judge(run_id, first, third)
     assert set(driven.segments(run_id).values()) == {"read"}
     assert len(driven.segments(run_id)) == 3
 
@@ -74,20 +71,17 @@ def test_a_missing_segment_is_passed_and_judged_if_it_still_comes(
 ) -> None:
     patient, run_id = driven, driven.register()
     driven = driven.with_settings(gap_seconds=0.0)
-    driven.announce(run_id, recording.write(0, 0, 3), recording.write(2, 8, 11))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 3), recording.write(2, 8, 11))
     assert driven.segments(run_id) == {("w0", 0): "read", ("w0", 1): "missing", ("w0", 2): "read"}
     assert driven.run(run_id).health["missing_segments"] == 1
 
     late = recording.write(1, 4, 7, nan_from(6))
-    patient.announce(run_id, late)
-    patient.settle(run_id)
+    patient.judge(run_id, late)
     assert set(driven.segments(run_id).values()) == {"read"}
     assert driven.alerts(run_id)["non_finite_values"][1] == 6
     ticks = driven.run(run_id).ticks
 
-    patient.announce(run_id, late)
-    patient.settle(run_id)
+    patient.judge(run_id, late)
     assert driven.run(run_id).ticks == ticks
     assert driven.run(run_id).cursor == '{"a1/node/w0":3}'
 
@@ -96,8 +90,7 @@ def test_a_corrupt_segment_is_told_and_passed(driven: Driven, recording: Recordi
     run_id = driven.register()
     keys = [recording.write(0, 0, 3), recording.write(1, 4, 7), recording.write(2, 8, 11, nan_from(9))]
     recording.store.put(keys[1].path, recording.store.get(keys[1].path)[:-40])
-    driven.announce(run_id, *keys)
-    driven.settle(run_id)
+    driven.judge(run_id, *keys)
     assert driven.segments(run_id) == {("w0", 0): "read", ("w0", 1): "corrupt", ("w0", 2): "read"}
     assert driven.run(run_id).health["corrupt_segments"] == 1
     assert "0000000001" in driven.run(run_id).health["last_corrupt"]
@@ -128,15 +121,13 @@ def test_a_segment_with_steps_that_its_name_does_not_say_is_corrupt(
     run_id = driven.register()
     key = recording.key(0, 0, 3)
     recording.store.put(key.path, recording.encoded(4, 7))
-    driven.announce(run_id, key)
-    driven.settle(run_id)
+    driven.judge(run_id, key)
     assert driven.segments(run_id) == {("w0", 0): "corrupt"}
 
 
 def test_an_announcement_of_what_is_not_there_moves_nothing(driven: Driven, recording: Recording) -> None:
     run_id = driven.register()
-    driven.announce(run_id, recording.key(0, 0, 3), recording.key(10**9, 0, 3))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.key(0, 0, 3), recording.key(10**9, 0, 3))
     assert driven.run(run_id).cursor == "{}"
     hasty = driven.with_settings(gap_seconds=0.0)
     hasty.settle(run_id)
@@ -144,8 +135,7 @@ def test_an_announcement_of_what_is_not_there_moves_nothing(driven: Driven, reco
     assert driven.segments(run_id) == {}
     assert driven.run(run_id).cursor == "{}"
 
-    driven.announce(run_id, recording.write(0, 0, 3))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 3))
     assert driven.segments(run_id) == {("w0", 0): "read"}
 
 
@@ -154,8 +144,7 @@ def test_an_announcement_with_wrong_steps_is_corrected_by_the_store(
 ) -> None:
     run_id = driven.register()
     true = recording.write(0, 0, 3)
-    driven.announce(run_id, SegmentKey(true.writer, 0, 0, 99))
-    driven.settle(run_id)
+    driven.judge(run_id, SegmentKey(true.writer, 0, 0, 99))
     driven.settle(run_id)
     assert driven.segments(run_id) == {("w0", 0): "read"}
     assert driven.run(run_id).last_step == 3
@@ -178,8 +167,7 @@ def test_a_writer_that_ended_with_fewer_segments_than_it_wrote(driven: Driven, r
 def test_two_attempts_are_judged_apart(driven: Driven, recording: Recording, folder_store: Store) -> None:
     run_id = driven.register()
     again = Recording(folder_store, attempt="a2").begin()
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(4)), again.write(0, 4, 9, healthy))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(4)), again.write(0, 4, 9, healthy))
     assert driven.run(run_id).attempt == "a2"
     assert driven.run(run_id).cursor == '{"a1/node/w0":1,"a2/node/w0":1}'
     assert [(row[1], row[3]) for row in driven.memories()] == [("a1", 4), ("a2", 0), ("a1", 0), ("a2", 0)]
@@ -203,12 +191,10 @@ def test_an_earlier_attempt_that_is_uploaded_late_is_not_the_newest(
     later = Recording(folder_store, attempt="later").begin(started_ns=200)
     run_id = driven.register()
     later.write_all([3, 7])
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     earlier = Recording(folder_store, attempt="earlier").begin(started_ns=100)
     earlier.write_all([3])
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert driven.run(run_id).attempt == "later"
     assert set(driven.segments(run_id).values()) == {"read"}
 
@@ -229,16 +215,14 @@ def test_a_document_that_is_too_large_is_a_problem_of_its_own(driven: Driven, re
     run_id = driven.register()
     recording.store.put("attempts/a0.json", b" " * (5 * 1024 * 1024))
     driven.announce(run_id, recording.write(0, 0, 3))
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert driven.segments(run_id) == {("w0", 0): "read"}
 
 
 def test_the_end_of_a_writer_is_given_up_while_others_go_on(driven: Driven, folder_store: Store) -> None:
     recording = Recording(folder_store).begin(world_size=2)
     run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 3), recording.write(0, 0, 3, worker=1))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 3), recording.write(0, 0, 3, worker=1))
     lost = recording.write(1, 4, 7, worker=1)
     recording.end(last_step=7, worker=1)
     recording.store.delete(lost.path)
@@ -317,8 +301,7 @@ def judged(driven: Driven, recording: Recording) -> int:
     """A run of which five segments were judged."""
     recording.write_all(ENDS, LATE)
     run_id = driven.register()
-    driven.announce(run_id, *recording.written["w0"])
-    driven.settle(run_id)
+    driven.judge(run_id, *recording.written["w0"])
     return run_id
 
 
@@ -342,8 +325,7 @@ def late_result(driven: Driven, store: Store, change: Callable[[Recording], None
     run_id = judged(driven, recording)
     change(recording)
     cold = driven.restarted()
-    cold.announce(run_id, recording.write(len(ENDS), 25, 31, LATE))
-    cold.settle(run_id)
+    cold.judge(run_id, recording.write(len(ENDS), 25, 31, LATE))
     assert set(cold.segments(run_id).values()) == {"read"}
     kinds = [kind for kind in cold.event_types(run_id) if kind.startswith("rule.")]
     return cold.findings(), cold.memories(), cold.alerts(run_id), cold.run(run_id).health, kinds
@@ -376,13 +358,12 @@ def test_a_run_is_judged_without_context_that_is_lost(
         else:
             recording.store.put(key.path, b"damaged")
     cold = driven.restarted()
-    cold.announce(run_id, recording.write(len(ENDS), 25, 31, LATE))
-    cold.settle(run_id)
+    cold.judge(run_id, recording.write(len(ENDS), 25, 31, LATE))
     assert cold.segments(run_id)["w0", len(ENDS)] == "read"
     health = cold.run(run_id).health
     assert health["lost_context"] >= 1
     assert recording.written["w0"][4].path in health["last_lost_context"]
-    (error,) = [event for event in cold.events(run_id) if event["type"] == "io.watchstep.rule.error"]
+    (error,) = cold.events(run_id, "rule.error")
     assert error["data"]["name"] == "exploding_gradient"
     assert "earlier rows" in error["data"]["problem"]
 
@@ -400,15 +381,13 @@ def test_a_rule_that_waits_for_all_workers_reports_steps_that_it_could_not_judge
     recording = Recording(folder_store).begin(world_size=2)
     run_id = driven.register()
     first = recording.write(0, 0, 9)
-    driven.announce(run_id, first)
-    driven.settle(run_id)
+    driven.judge(run_id, first)
     recording.store.delete(first.path)
     cold = driven.restarted()
-    cold.announce(run_id, recording.write(0, 0, 9, worker=1))
-    cold.settle(run_id)
+    cold.judge(run_id, recording.write(0, 0, 9, worker=1))
     assert cold.segments(run_id) == {("w0", 0): "read", ("w1", 0): "read"}
     assert cold.run(run_id).health["lost_context"] == 1
-    (error,) = [event for event in cold.events(run_id) if event["type"] == "io.watchstep.rule.error"]
+    (error,) = cold.events(run_id, "rule.error")
     assert "steps after -1 among them were not evaluated" in error["data"]["problem"]
 
 
@@ -451,14 +430,12 @@ def test_they_are_read_from_when_a_rule_needs_them(
     monkeypatch.setattr(segment, "decode", told)
     recording, run_id = Recording(folder_store).begin(), driven.register()
     for seq in range(3):
-        driven.announce(run_id, recording.write(seq, 4 * seq, 4 * seq + 3))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write(seq, 4 * seq, 4 * seq + 3))
     assert asked == [False, False, False]
     with driven.service.database.write() as session:
         put_one(session, session.get_one(RunRow, run_id), HEADROOM)
     for seq in range(3, 5):
-        driven.announce(run_id, recording.write(seq, 4 * seq, 4 * seq + 3, tiny_from(16)))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write(seq, 4 * seq, 4 * seq + 3, tiny_from(16)))
     assert all(asked[3:])
     assert driven.alerts(run_id)["number_format_headroom"][0] == "firing"
 
@@ -509,13 +486,11 @@ def test_damage_in_them_that_was_not_looked_at_holds_up_no_other_rule(
         key = recording.write(seq, 4 * seq, 4 * seq + 3)
         if seq == 2:
             recording.store.put(key.path, damaged(recording.store.get(key.path)))
-        driven.announce(run_id, key)
-        driven.settle(run_id)
+        driven.judge(run_id, key)
     assert set(driven.segments(run_id).values()) == {"read"}
     with driven.service.database.write() as session:
         put_one(session, session.get_one(RunRow, run_id), HEADROOM)
-    driven.announce(run_id, recording.write(3, 12, 15, nan_from(13)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(3, 12, 15, nan_from(13)))
     assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
     assert set(driven.segments(run_id).values()) == {"read"}
 

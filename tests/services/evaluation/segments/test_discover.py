@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import event, select, update
+from sqlalchemy import event, select
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
@@ -215,14 +215,12 @@ def test_a_slow_listing_forgets_no_segment_that_is_being_evaluated(
             driven.announce(run_id, key)
 
     def end_lease() -> None:
-        with driven.service.database.write() as session:
-            session.execute(update(RunRow).filter_by(id=run_id).values(lease_until_ns=1))
+        driven.change(RunRow, run_id, lease_until_ns=1)
 
     outcome = evaluate_during_listing(driven, run_id, write, end_lease if lease == "is over" else nothing)
     assert outcome == ("fenced" if (announced, lease) == ("before the listing", "is over") else "committed")
     for _ in range(2):
-        discover(driven.service, run_id)
-        driven.settle(run_id)
+        driven.discover(run_id)
     assert driven.segments(run_id) == {("w0", 0): "read"}
     assert [finding["step"] for _, _, finding in driven.findings()] == [5, 6, 7]
     assert driven.run(run_id).ticks == 1

@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from tests.services.api.conftest import Api, Client
+from tests.services.api.conftest import Api
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.format import documents, layout
 from watchstep.format.documents import AttemptDocument, Checkpoint, last_good
 from watchstep.store.store import Store
-from watchstep_services.api.app import create_app
 from watchstep_services.db.models import Attempt, Project
 from watchstep_services.runs import discovery
 from watchstep_services.runs.discovery import discover
@@ -221,10 +220,7 @@ PAGES = (
 
 
 def test_hostile_objects_damage_at_most_themselves(driven_sqlite: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin(started_ns=10)
-    run_id = driven_sqlite.register()
-    driven_sqlite.announce(run_id, recording.write(0, 0, 3))
-    driven_sqlite.settle(run_id)
+    recording, run_id = driven_sqlite.record(folder_store, last=3, started_ns=10)
     for kind in KINDS:
         put(recording.store, kind)
     checkpoint = Checkpoint("good.pt", 1, "a1", 0, 1)
@@ -238,17 +234,16 @@ def test_hostile_objects_damage_at_most_themselves(driven_sqlite: Driven, folder
     with driven_sqlite.service.database.read() as session:
         place = session.execute(select(Project).filter_by(name=PROJECT)).scalar_one().place
     assert last_good(driven_sqlite.service.stores.of_run(place, "run-1"), 5) == checkpoint
-    api = Api(Client(create_app(driven_sqlite.service)), driven_sqlite)
+    api = Api.of(driven_sqlite)
     base = f"/v1/projects/{PROJECT}/runs/run-1"
-    answers = {page: api.call("GET", f"{base}{page}").status_code for page in PAGES}
+    answers = {page: api.status("GET", f"{base}{page}") for page in PAGES}
     assert {page: status for page, status in answers.items() if status >= 500} == {}
     recording.end("failed", 7)
     assert discover(driven_sqlite.service, run_id).complete
     driven_sqlite.settle(run_id)
     for poll in claim_polls(driven_sqlite.service):
         poll_run(driven_sqlite.service, poll)
-    with driven_sqlite.service.database.read() as session:
-        ends = session.execute(select(Attempt.ends).filter_by(run_id=run_id, attempt="a1")).scalar_one()
+    ends = driven_sqlite.one(select(Attempt.ends).filter_by(run_id=run_id, attempt="a1"))
     assert ends["0"]["state"] == "failed"
 
 
