@@ -21,7 +21,7 @@ from tests.launch.beside import end_service_of
 from tests.services.jobs import eventually
 from watchstep.errors import ConfigError, ServiceError
 from watchstep.stopping import EXIT_STOPPED
-from watchstep_launch import Estimator, Job, JobHandle, JobStatus, Kubernetes, Local, Slurm, requeue
+from watchstep_launch import Estimator, Job, JobHandle, JobStatus, Kubernetes, Launch, Local, Slurm, requeue
 from watchstep_launch.backend import Backend, BackendDownError
 from watchstep_launch.job_record import JobRecord, load
 from watchstep_launch.registration import LaunchRegistration
@@ -255,8 +255,6 @@ def test_a_submission_that_may_still_go_on_is_waited_for(where: Where) -> None:
 
 
 def _sleeping(folder: Path) -> Any:
-    from watchstep_launch import Launch
-
     return Launch(("sleep", "1000"), {}, folder)
 
 
@@ -362,8 +360,6 @@ def test_what_people_stop_stays_stopped_and_in_doubt_nothing_is_submitted(
 
 
 def started_under(name: str, folder: Path) -> JobHandle:
-    from watchstep_launch import Launch
-
     return Local().submit(Launch(("sleep", "1000"), {}, folder, name=name))
 
 

@@ -102,17 +102,25 @@ class Driven:
                 put_segment(session, run_id, key, read_clock(session))
             hint(session, run_id)
 
+    @property
+    def store(self) -> Store:
+        """The store that the service was made for."""
+        return Store.open(self.service.settings.store)
+
+    def recording(self, run: str = "run-1", attempt: str = "a1", project: str = PROJECT) -> Recording:
+        """A run on the service's store, of which nothing is written."""
+        return Recording(self.store, run, attempt, project)
+
+    def begin(self, rules: Sequence[RuleConfig] = (), **begin: Any) -> tuple[Recording, int]:
+        """Begin and register a run; returns its id as well."""
+        recording = self.recording().begin(**begin)
+        return recording, self.register(rules=rules)
+
     def record(
-        self,
-        store: Store,
-        value: Value = healthy,
-        last: int = 7,
-        rules: Sequence[RuleConfig] = (),
-        **begin: Any,
+        self, value: Value = healthy, last: int = 7, rules: Sequence[RuleConfig] = (), **begin: Any
     ) -> tuple[Recording, int]:
         """Begin and register a run, and judge its first segment; returns the run's id as well."""
-        recording = Recording(store).begin(**begin)
-        run_id = self.register(rules=rules)
+        recording, run_id = self.begin(rules, **begin)
         self.judge(run_id, recording.write(0, 0, last, value))
         return recording, run_id
 
@@ -211,9 +219,10 @@ class Driven:
         """Types of all events without the common prefix, in order."""
         return [event["type"].removeprefix(PREFIX) for event in self.events(run_id)]
 
-    def actions(self, run_id: int) -> list[ActionRow]:
-        """All actions, in order."""
-        return self.all(select(ActionRow).filter_by(run_id=run_id).order_by(ActionRow.id))
+    def actions(self, run_id: int, kind: str = "") -> list[ActionRow]:
+        """All actions, or those of a kind, in order."""
+        actions = self.all(select(ActionRow).filter_by(run_id=run_id).order_by(ActionRow.id))
+        return [action for action in actions if kind in ("", action.kind)]
 
     def tries(self, action_id: int) -> list[tuple[str, str]]:
         """(outcome, detail) of each try of an action."""

@@ -45,10 +45,10 @@ IDENTITY = {"cluster": "c", "name": "train-1", "submitted": 1000, "restarts": 0}
 
 
 @pytest.fixture
-def second(driven_sqlite: Driven, folder_store: Store, tmp_path: Path) -> Store:
+def second(driven_sqlite: Driven, tmp_path: Path) -> Store:
     """The second store of the project, which has a run on the first one."""
     store = Store.open(tmp_path / "second", create=True)
-    Recording(folder_store).begin()
+    driven_sqlite.recording().begin()
     driven_sqlite.register()
     with driven_sqlite.service.database.write() as session:
         registered = register_store(session, "second", StoreRegistration(store.location))
@@ -56,11 +56,9 @@ def second(driven_sqlite: Driven, folder_store: Store, tmp_path: Path) -> Store:
     return store
 
 
-def test_nothing_of_a_run_is_on_the_store_of_new_runs(
-    driven_sqlite: Driven, folder_store: Store, second: Store
-) -> None:
+def test_nothing_of_a_run_is_on_the_store_of_new_runs(driven_sqlite: Driven, second: Store) -> None:
     driven = driven_sqlite.with_settings(compact_after_seconds=1e-9, originals_seconds=0.0)
-    recording = Recording(folder_store)
+    recording = driven_sqlite.recording()
     recording.write_all([9, 19], damage_from(15))
     run_id = driven.register()  # as a recorder does that names no store
     driven.discover(run_id)
@@ -196,13 +194,12 @@ def test_a_named_folder_is_looked_up_while_others_may_write(
 
 @pytest.mark.parametrize("name", ["box", "gpu-1"])
 def test_a_job_on_a_backend_of_any_name_is_seen_and_stopped(
-    driven: Driven, folder_store: Store, tmp_path: Path, name: str
+    driven: Driven, tmp_path: Path, name: str
 ) -> None:
     driven = driven.with_settings(grace_seconds=0.0)
     backend = driven.service.backends["local"]
     assert isinstance(backend, Local)
-    recording = Recording(folder_store).begin(on_stop="ignore")
-    run_id = driven.register()
+    recording, run_id = driven.begin(on_stop="ignore")
     with driven.service.database.write() as session:
         register_backend(session, name, "local", {})
         allow_backends(session, PROJECT, [name])

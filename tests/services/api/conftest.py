@@ -84,7 +84,8 @@ class Api:
 
     def get(self, path: str, **parameters: Any) -> Any:
         """What a viewer gets, which must exist."""
-        answer = self.call("GET", f"{path}?{urlencode(parameters, doseq=True)}", role="viewer")
+        query = f"?{urlencode(parameters, doseq=True)}" if parameters else ""
+        answer = self.call("GET", f"{path}{query}", role="viewer")
         assert answer.status_code == 200, answer.text
         return answer.json()
 

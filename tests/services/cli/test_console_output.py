@@ -7,7 +7,6 @@ from sqlalchemy import update
 
 from tests.services.channels.http_server import http_server, status
 from tests.services.driving import Driven, make_service
-from tests.services.recording import Recording
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.cli.serve import ConsoleOutput
@@ -33,8 +32,7 @@ def test_each_event_is_printed_once(sqlite: Database, folder_store: Store) -> No
         {"rule": "exploding_gradient", "actions": ["stop"]},
     ]
     driven = Driven(make_service(sqlite, folder_store, [RuleConfig.model_validate(rule) for rule in rules]))
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     output = ConsoleOutput(sqlite)
     assert output.new_lines() == []
     driven.judge(run_id, recording.write(0, 0, 43, faulty_values))
@@ -56,8 +54,7 @@ def test_each_event_is_printed_once(sqlite: Database, folder_store: Store) -> No
 def test_a_failed_rule_is_reported_and_its_recovery(sqlite: Database, folder_store: Store) -> None:
     mine = RuleConfig(rule="overfit", name="mine")
     driven = Driven(make_service(sqlite, folder_store, [mine, RuleConfig(rule="non_finite_values")]))
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     output = ConsoleOutput(sqlite)
 
     def lines_with(data: dict[str, Any], seq: int) -> list[str]:
@@ -84,7 +81,7 @@ def test_a_failing_webhook_is_reported_after_three_tries_and_when_given_up(
         receiver.answers = [status(500)] * 3 + [status(404)]
         rule = {"rule": "non_finite_values", "actions": [{"webhook": f"{receiver.url}/secret"}]}
         driven = Driven(make_service(sqlite, folder_store, [RuleConfig.model_validate(rule)]))
-        _, run_id = driven.record(folder_store, faulty_values, last=43)
+        _, run_id = driven.record(faulty_values, last=43)
         output = ConsoleOutput(sqlite)
         (action,) = driven.actions(run_id)
         said = []

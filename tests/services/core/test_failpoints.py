@@ -311,7 +311,7 @@ def test_a_signal_of_a_process_that_died_is_sent_again_or_counts(
     run_id = driven.register(run)
     driven.bind(run_id, JobHandle("stubborn", run, {}))
     driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
-    (action,) = [action for action in driven.actions(run_id) if action.kind == "stop"]
+    (action,) = driven.actions(run_id, "stop")
     mortal = Mortal(driven, run_id, point, 3)
     with listening(mortal), no_transaction_when_dead(place.database, mortal):
         for _ in range(20):
@@ -324,7 +324,7 @@ def test_a_signal_of_a_process_that_died_is_sent_again_or_counts(
     (done,) = driven.events(run_id, "stop.done")
     assert done["data"]["how"] == ("terminated" if stage == "asked to end" else "killed")
     assert job.gone
-    assert [row.state for row in driven.actions(run_id) if row.kind == "stop"] == ["done"]
+    assert [row.state for row in driven.actions(run_id, "stop")] == ["done"]
     assert advance_run(driven.service, run_id) == "stopped"
 
 

@@ -18,7 +18,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 from tests.services.driving import Driven, make_service
 from tests.services.jobs import eventually
 from tests.services.notify.clock import SECOND, Clock, open_with
-from tests.services.recording import PROJECT, Recording, nan_from
+from tests.services.recording import PROJECT, nan_from
 from watchstep.format.layout import WriterId
 from watchstep.store.store import Store
 from watchstep_services.core.failpoints import listening
@@ -259,10 +259,9 @@ def kept(driven: Driven, current: Claim) -> Iterator[None]:
         yield
 
 
-def test_what_takes_longer_than_a_lease_keeps_it(driven: Driven, folder_store: Store) -> None:
+def test_what_takes_longer_than_a_lease_keeps_it(driven: Driven) -> None:
     driven = driven.with_settings(lease_seconds=SECONDS)
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
 
     def takes_long(point: str, subject: object) -> None:
@@ -277,8 +276,8 @@ def test_what_takes_longer_than_a_lease_keeps_it(driven: Driven, folder_store: S
     assert driven.run(run_id).epoch == 1
 
 
-def test_a_claim_that_another_has_taken_is_not_renewed(driven: Driven, folder_store: Store) -> None:
-    Recording(folder_store).begin()
+def test_a_claim_that_another_has_taken_is_not_renewed(driven: Driven) -> None:
+    driven.recording().begin()
     run_id = driven.register()
     first = claim(driven.service.database, run_id, 0)
     assert first is not None
@@ -290,8 +289,8 @@ def test_a_claim_that_another_has_taken_is_not_renewed(driven: Driven, folder_st
     assert deadline_of(driven, run_id) == before
 
 
-def test_a_lease_ends_when_nobody_keeps_it(driven: Driven, folder_store: Store) -> None:
-    Recording(folder_store).begin()
+def test_a_lease_ends_when_nobody_keeps_it(driven: Driven) -> None:
+    driven.recording().begin()
     run_id = driven.register()
     first = claim(driven.service.database, run_id, nanoseconds(3600.0))
     assert first is not None
@@ -322,11 +321,11 @@ def settle(driven: Driven) -> list[int]:
     return due
 
 
-def test_new_runs_are_found_and_judged(timed: Driven, clock: Clock, folder_store: Store) -> None:
-    Recording(folder_store, run="before").begin()
+def test_new_runs_are_found_and_judged(timed: Driven, clock: Clock) -> None:
+    timed.recording(run="before").begin()
     settle(timed)
     clock.move(-3600)
-    Recording(folder_store, run="after").begin().write_all([3, 7], nan_from(5))
+    timed.recording(run="after").begin().write_all([3, 7], nan_from(5))
     for _ in range(2):
         settle(timed)
         clock.move(2)
@@ -334,10 +333,8 @@ def test_new_runs_are_found_and_judged(timed: Driven, clock: Clock, folder_store
     assert timed.alerts(2)["non_finite_values"][:2] == ("firing", 5)
 
 
-def test_what_nobody_announces_of_a_known_run_is_found(
-    timed: Driven, clock: Clock, folder_store: Store
-) -> None:
-    recording = Recording(folder_store).begin()
+def test_what_nobody_announces_of_a_known_run_is_found(timed: Driven, clock: Clock) -> None:
+    recording = timed.recording().begin()
     settle(timed)
     clock.move(40)
     settle(timed)
@@ -349,8 +346,8 @@ def test_what_nobody_announces_of_a_known_run_is_found(
     assert timed.alerts(1)["non_finite_values"][:2] == ("firing", 5)
 
 
-def test_the_lease_of_a_dead_worker_ends(timed: Driven, clock: Clock, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_the_lease_of_a_dead_worker_ends(timed: Driven, clock: Clock) -> None:
+    recording = timed.recording().begin()
     settle(timed)
     recording.write_all([3, 7], nan_from(5))
     timed.announce(1, *recording.written["w0"])

@@ -18,7 +18,7 @@ from watchstep_services.core.settings import load_settings
 from watchstep_services.db import schema
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Base
+from watchstep_services.db.models import Base, RuleConfigRow
 from watchstep_services.db.schema import downgrade, upgrade
 
 SECOND = """
@@ -198,7 +198,6 @@ def columns(database: Database, table: str, values: dict[str, Any]) -> str:
 
 
 def test_the_fingerprint_of_an_alert_does_not_change() -> None:
-    from watchstep_services.db.models import RuleConfigRow
     from watchstep_services.evaluation.alert_instances import fingerprint
 
     row = RuleConfigRow(name="nan_or_inf", origin="owner", data={"labels": {"team": "vision"}})

@@ -19,7 +19,6 @@ from tests.services.stoppable import Stoppable
 from watchstep.errors import StoreError
 from watchstep.format.control import ControlDocument
 from watchstep.format.documents import OnStop
-from watchstep.store.store import Store
 from watchstep_launch.backend import BackendDownError, JobHandle, JobStatus
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.core.due_action import AttemptResult
@@ -36,17 +35,17 @@ from watchstep_services.scheduler.queue import WorkQueue
 MAX_TRIES = 3
 
 
-def fired(driven: Driven, store: Store, url: str) -> ActionRow:
+def fired(driven: Driven, url: str) -> ActionRow:
     """The webhook action of an alert that has fired."""
     rule = RuleConfig.model_validate(
         {"rule": "non_finite_values", "name": "notifying", "actions": [{"webhook": url}]}
     )
-    _, run_id = driven.record(store, nan_from(5), rules=[rule])
-    return next(action for action in driven.actions(run_id) if action.kind == "webhook")
+    _, run_id = driven.record(nan_from(5), rules=[rule])
+    return driven.actions(run_id, "webhook")[0]
 
 
-def test_an_event_is_delivered_once(driven: Driven, folder_store: Store, receiver: HttpServer) -> None:
-    action = driven.finish(fired(driven, folder_store, receiver.url).id)
+def test_an_event_is_delivered_once(driven: Driven, receiver: HttpServer) -> None:
+    action = driven.finish(fired(driven, receiver.url).id)
     assert action.state == "done"
     assert [headers["content-type"] for headers in receiver.headers] == ["application/cloudevents+json"]
     (event,) = receiver.events
@@ -62,39 +61,34 @@ def test_an_event_is_delivered_once(driven: Driven, folder_store: Store, receive
     assert len(receiver.events) == 1
 
 
-def test_a_receiver_that_fails_is_tried_again(
-    driven: Driven, folder_store: Store, receiver: HttpServer
-) -> None:
+def test_a_receiver_that_fails_is_tried_again(driven_sqlite: Driven, receiver: HttpServer) -> None:
     receiver.answers = [status(500), status(429)]
-    action = driven.finish(fired(driven, folder_store, receiver.url).id)
-    assert [outcome for outcome, _ in driven.tries(action.id)] == ["error", "error", "done"]
+    action = driven_sqlite.finish(fired(driven_sqlite, receiver.url).id)
+    assert [outcome for outcome, _ in driven_sqlite.tries(action.id)] == ["error", "error", "done"]
     assert len({event["id"] for event in receiver.events}) == 1
 
 
-def test_a_delivery_that_is_refused_is_not_repeated(
-    driven: Driven, folder_store: Store, receiver: HttpServer
-) -> None:
+def test_a_delivery_that_is_refused_is_not_repeated(driven_sqlite: Driven, receiver: HttpServer) -> None:
     receiver.answers = [status(404)]
-    assert driven.finish(fired(driven, folder_store, receiver.url).id).state == "failed"
+    assert driven_sqlite.finish(fired(driven_sqlite, receiver.url).id).state == "failed"
     assert len(receiver.events) == 1
 
 
-def test_the_number_of_tries_is_limited(driven_sqlite: Driven, folder_store: Store) -> None:
+def test_the_number_of_tries_is_limited(driven_sqlite: Driven) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     driven = driven_sqlite.with_settings(max_tries=3)
-    action = driven.finish(fired(driven, folder_store, f"http://127.0.0.1:{port}/").id)
+    action = driven.finish(fired(driven, f"http://127.0.0.1:{port}/").id)
     assert (action.state, action.tries) == ("failed", 3)
     assert "ConnectError" in action.outcome
 
 
 def stopping(
-    driven: Driven, store: Store, backend: Stoppable, on_stop: OnStop = "raise", **settings: float
+    driven: Driven, backend: Stoppable, on_stop: OnStop = "raise", **settings: float
 ) -> tuple[Driven, Recording, int, int]:
     """A run on that backend that a rule stops; the run's id, and the stop's."""
     driven = Driven(replace(driven.service, backends={"far": backend})).with_settings(**settings)
-    recording = Recording(store).begin(on_stop=on_stop)
-    run_id = driven.register()
+    recording, run_id = driven.begin(on_stop=on_stop)
     driven.bind(run_id, JobHandle("far", "7", {}))
     driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     (action,) = driven.actions(run_id)
@@ -132,11 +126,11 @@ class Away(Stoppable):
 
 
 @pytest.fixture
-def stop_requested(driven: Driven, folder_store: Store) -> tuple[Driven, Away, int]:
+def stop_requested(driven_sqlite: Driven) -> tuple[Driven, Away, int]:
     """A run that must be stopped, on a backend that does not answer."""
     backend = Away(error=StoreError("job 7: nobody answers", "try again"))
     driven, _, _, action_id = stopping(
-        driven, folder_store, backend, "ignore", max_tries=MAX_TRIES, grace_seconds=0.0
+        driven_sqlite, backend, "ignore", max_tries=MAX_TRIES, grace_seconds=0.0
     )
     return driven, backend, action_id
 
@@ -163,11 +157,9 @@ def test_a_stop_with_nothing_left_to_stop_is_given_up(
     assert len(driven.tries(action_id)) == MAX_TRIES
 
 
-def test_workers_get_a_stop_request_while_the_backend_does_not_answer(
-    driven: Driven, folder_store: Store
-) -> None:
+def test_workers_get_a_stop_request_while_the_backend_does_not_answer(driven_sqlite: Driven) -> None:
     driven, recording, run_id, action_id = stopping(
-        driven, folder_store, Away(), grace_seconds=0.0, silent_seconds=1e-9
+        driven_sqlite, Away(), grace_seconds=0.0, silent_seconds=1e-9
     )
     assert tried(driven, action_id).result == "advanced"
     assert ControlDocument.decode(recording.store.get("control.json")).stop is not None
@@ -180,12 +172,10 @@ def test_workers_get_a_stop_request_while_the_backend_does_not_answer(
     assert done["data"]["how"] == "cooperative"
 
 
-def test_a_program_that_does_not_listen_is_terminated_once_the_backend_answers(
-    driven: Driven, folder_store: Store
-) -> None:
+def test_a_program_that_does_not_listen_is_terminated_once_the_backend_answers(driven_sqlite: Driven) -> None:
     backend = Away()
     driven, _, _, action_id = stopping(
-        driven, folder_store, backend, "ignore", grace_seconds=0.0, silent_seconds=1e-9
+        driven_sqlite, backend, "ignore", grace_seconds=0.0, silent_seconds=1e-9
     )
     assert [tried(driven, action_id).result for _ in range(3)] == ["error"] * 3
     backend.here = True
@@ -230,11 +220,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targeting, "STATUS_SECONDS", 0.0)
 
 
-def test_workers_get_a_stop_request_while_the_backend_hangs(
-    driven: Driven, folder_store: Store, backend: Hanging, impatient: None
-) -> None:
-    del impatient
-    driven, recording, _, stop = stopping(driven, folder_store, backend)
+@pytest.mark.usefixtures("impatient")
+def test_workers_get_a_stop_request_while_the_backend_hangs(driven_sqlite: Driven, backend: Hanging) -> None:
+    driven, recording, _, stop = stopping(driven_sqlite, backend)
     came_to = tried(driven, stop)
     assert (came_to.result, came_to.detail) == ("advanced", "asked all workers to stop at step 8")
     assert not backend.released.is_set()
@@ -244,11 +232,9 @@ def test_workers_get_a_stop_request_while_the_backend_hangs(
     assert backend.state == "ended"
 
 
-def test_a_job_that_reported_its_end_gets_no_request(
-    driven: Driven, folder_store: Store, backend: Hanging, impatient: None
-) -> None:
-    del impatient
-    driven, recording, run_id, stop = stopping(driven, folder_store, backend)
+@pytest.mark.usefixtures("impatient")
+def test_a_job_that_reported_its_end_gets_no_request(driven_sqlite: Driven, backend: Hanging) -> None:
+    driven, recording, run_id, stop = stopping(driven_sqlite, backend)
     recording.end(last_step=7)
     discover(driven.service, run_id)
     assert tried(driven, stop).result == "skipped"
@@ -256,28 +242,26 @@ def test_a_job_that_reported_its_end_gets_no_request(
 
 
 def test_a_job_that_has_ended_and_whose_backend_answers_gets_no_request(
-    driven: Driven, folder_store: Store, backend: Hanging
+    driven_sqlite: Driven, backend: Hanging
 ) -> None:
     backend.state = "ended"
     backend.released.set()
-    driven, _, run_id, stop = stopping(driven, folder_store, backend)
+    driven, _, run_id, stop = stopping(driven_sqlite, backend)
     assert tried(driven, stop).result == "skipped"
     assert not control(driven, run_id).tombstone
 
 
 @pytest.mark.parametrize("refusing", [False, True])
+@pytest.mark.usefixtures("impatient")
 def test_a_slow_backend_is_waited_for_where_only_it_can_stop_the_job(
     driven_sqlite: Driven,
-    folder_store: Store,
     backend: Hanging,
-    impatient: None,
     monkeypatch: pytest.MonkeyPatch,
     refusing: bool,
 ) -> None:
     """Its program does not read requests, or the store refuses them."""
-    del impatient
     on_stop: OnStop = "raise" if refusing else "ignore"
-    driven, _, _, stop = stopping(driven_sqlite, folder_store, backend, on_stop)
+    driven, _, _, stop = stopping(driven_sqlite, backend, on_stop)
     if refusing:
 
         def refuse(*_: object) -> None:
@@ -291,12 +275,12 @@ def test_a_slow_backend_is_waited_for_where_only_it_can_stop_the_job(
 
 
 def test_stops_at_a_backend_that_hangs_delay_no_other_projects_stop(
-    driven_sqlite: Driven, folder_store: Store, backend: Hanging
+    driven_sqlite: Driven, backend: Hanging
 ) -> None:
     driven = Driven(replace(driven_sqlite.service, backends={"far": backend}))
     stops: list[int] = []
     for project, run in (*((PROJECT, f"run-{number}") for number in range(20)), ("other", "run-1")):
-        Recording(folder_store, run=run, project=project).begin(on_stop="ignore").write(0, 0, 7)
+        driven_sqlite.recording(run=run, project=project).begin(on_stop="ignore").write(0, 0, 7)
         run_id = register(driven.service, project, run, (), "operator")
         driven.discover(run_id)
         if project == PROJECT:
@@ -319,9 +303,9 @@ def test_stops_at_a_backend_that_hangs_delay_no_other_projects_stop(
 
 
 def test_a_backend_that_hangs_keeps_no_process_of_production_from_other_work(
-    driven_sqlite: Driven, folder_store: Store, backend: Hanging, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, backend: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driven, _, _, stop = stopping(driven_sqlite, folder_store, backend, "ignore")
+    driven, _, _, stop = stopping(driven_sqlite, backend, "ignore")
     monkeypatch.setattr(celery_app, "service", lambda: driven.service)
     work = WorkQueue(1)
     work.start(driven.service)
@@ -343,12 +327,10 @@ class FarAndHanging(Hanging):
     poll_seconds: ClassVar[float] = 2.0
 
 
-def test_no_evaluation_waits_for_a_backend_for_long(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_evaluation_waits_for_a_backend_for_long(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("watchstep_services.runs.lifecycle._STATUS_SECONDS", 0.05)
     far = FarAndHanging()
-    driven, _, run_id, _ = stopping(driven, folder_store, far)
+    driven, _, run_id, _ = stopping(driven, far)
     for _ in range(3):
         assert advance_run(driven.service, run_id) == "running"  # its recorder has announced
     assert far.polled.acquire(timeout=10)

@@ -268,7 +268,7 @@ class Lives(RuleBasedStateMachine):
     def notifications_are_the_models(self) -> None:
         if not hasattr(self, "run_id"):
             return
-        actions = [action for action in self.driven.actions(self.run_id) if action.kind == "notify"]
+        actions = self.driven.actions(self.run_id, "notify")
         for name, group in self.life.groups.items():
             told = [
                 action.payload["notification"] for action in actions if action.payload["receiver"] == name

@@ -17,7 +17,7 @@ from sqlalchemy import select
 from tests.services.channels.http_server import HttpServer, http_server
 from tests.services.driving import Driven
 from tests.services.notify.alerting import PUBLIC, fire, picture_name, reachable, with_receiver
-from tests.services.recording import Recording, damage_from, healthy, nan_from
+from tests.services.recording import damage_from, healthy, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.channels.notification import Notification
@@ -67,18 +67,16 @@ def group_later(driven: Driven, ns: int) -> None:
 
 
 def notifications(driven: Driven, run_id: int) -> list[dict[str, Any]]:
-    return [action.payload["notification"] for action in driven.actions(run_id) if action.kind == "notify"]
+    return [action.payload["notification"] for action in driven.actions(run_id, "notify")]
 
 
-def test_a_receiver_is_told_once_and_of_the_end(
-    driven: Driven, folder_store: Store, receiver: HttpServer
-) -> None:
+def test_a_receiver_is_told_once_and_of_the_end(driven: Driven, receiver: HttpServer) -> None:
     driven = told_by(driven, receiver.url)
-    recording, run_id = driven.record(folder_store, nan_from(5), rules=[rule(labels={"team": "vision"})])
+    recording, run_id = driven.record(nan_from(5), rules=[rule(labels={"team": "vision"})])
     (group,) = due_groups(driven.service)
     assert find_due(driven.service).actions  # the sweep tells
     assert flush(driven.service, group) is None
-    (action,) = [action for action in driven.actions(run_id) if action.kind == "notify"]
+    (action,) = driven.actions(run_id, "notify")
     assert driven.finish(action.id).state == "done", driven.tries(action.id)
     (firing,) = receiver.events
     driven.judge(run_id, recording.write(1, 8, 12, healthy))
@@ -95,10 +93,10 @@ def test_a_receiver_is_told_once_and_of_the_end(
     assert due_groups(driven.service) == []
 
 
-def test_runs_share_a_group_where_the_route_says_so(driven_sqlite: Driven, folder_store: Store) -> None:
+def test_runs_share_a_group_where_the_route_says_so(driven_sqlite: Driven) -> None:
     driven = told_by(driven_sqlite, "https://chat.example.com/", group_by=["severity"], group_interval=60)
     for name in ("run-1", "run-2"):
-        recording = Recording(folder_store, run=name).begin()
+        recording = driven_sqlite.recording(run=name).begin()
         run_id = driven.register(name, rules=[rule()])
         driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     assert len(flush_due(driven.service)) == 1
@@ -107,14 +105,12 @@ def test_runs_share_a_group_where_the_route_says_so(driven_sqlite: Driven, folde
     assert {alert["labels"]["run"] for alert in told["alerts"]} == {"run-1", "run-2"}
 
 
-def test_an_attempt_goes_on_with_the_alert_and_one_without_it_ends_it(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
+def test_an_attempt_goes_on_with_the_alert_and_one_without_it_ends_it(driven_sqlite: Driven) -> None:
     driven = told_by(driven_sqlite, "https://chat.example.com/")
     hook = {"webhook": "https://chat.example.com/hook"}
     run_id = driven.register(rules=[rule(actions=[hook])])
     for attempt in ("a1", "a2"):
-        recording = Recording(folder_store, attempt=attempt).begin()
+        recording = driven_sqlite.recording(attempt=attempt).begin()
         driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
         flush_due(driven.service)
     _started, first, again = [event["data"] for event in driven.events(run_id)]
@@ -124,7 +120,7 @@ def test_an_attempt_goes_on_with_the_alert_and_one_without_it_ends_it(
     assert [action.kind for action in driven.actions(run_id)] == ["webhook", "notify"]
     assert muted(driven) == {("webhook", "known", "a1")}
 
-    recording = Recording(folder_store, attempt="a3").begin()
+    recording = driven_sqlite.recording(attempt="a3").begin()
     driven.judge(run_id, recording.write(0, 0, 4))
     assert driven.event_types(run_id) == ["run.started", *["alert.firing"] * 2]
     driven.judge(run_id, recording.write(1, 5, 9))
@@ -138,11 +134,11 @@ def test_an_attempt_goes_on_with_the_alert_and_one_without_it_ends_it(
     assert notifications(driven, run_id)[-1]["status"] == "resolved"
 
 
-def test_a_rule_config_that_is_gone_has_no_alert(driven_sqlite: Driven, folder_store: Store) -> None:
+def test_a_rule_config_that_is_gone_has_no_alert(driven_sqlite: Driven) -> None:
     from watchstep_services.runs.registration import register
 
     driven = Driven(replace(driven_sqlite.service, owner_rules=(rule(),)))
-    recording, run_id = driven.record(folder_store, nan_from(5))
+    recording, run_id = driven.record(nan_from(5))
     register(driven.service, "vision", "run-1", (rule(labels={"team": "other"}),), "operator")
     driven.judge(run_id, recording.write(1, 8, 9, nan_from(0)))
     (ended,) = [event["data"] for event in driven.events(run_id) if event["data"].get("ended_by")]
@@ -155,11 +151,9 @@ def test_a_rule_config_that_is_gone_has_no_alert(driven_sqlite: Driven, folder_s
     assert phases == ["resolved", "firing"]
 
 
-def test_what_fires_at_the_end_of_a_run_is_told_and_not_repeated(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
+def test_what_fires_at_the_end_of_a_run_is_told_and_not_repeated(driven_sqlite: Driven) -> None:
     driven = told_by(driven_sqlite, "https://chat.example.com/")
-    _, run_id = driven.record(folder_store, nan_from(5), rules=[rule()])
+    _, run_id = driven.record(nan_from(5), rules=[rule()])
     driven.change(RunRow, run_id, state="failed")
     assert len(flush_due(driven.service)) == 1
     group_later(driven, 2 * HOUR_NS)
@@ -167,29 +161,28 @@ def test_what_fires_at_the_end_of_a_run_is_told_and_not_repeated(
     assert [told["status"] for told in notifications(driven, run_id)] == ["firing"]
 
 
-def test_who_is_not_told_and_why(driven_sqlite: Driven, folder_store: Store) -> None:
+def test_who_is_not_told_and_why(driven_sqlite: Driven) -> None:
     driven = told_by(driven_sqlite, "https://chat.example.com/")
     asked = [
         rule(dry_run=True),
         rule(name="stray", actions=[{"notify": "nobody"}]),
     ]
-    _, run_id = driven.record(folder_store, nan_from(5), rules=asked)
+    _, run_id = driven.record(nan_from(5), rules=asked)
     flush_due(driven.service)
     assert muted(driven) == {("", "dry_run", ""), ("nobody", "unknown", "")}
     (told,) = notifications(driven, run_id)
     assert [alert["name"] for alert in told["alerts"]] == ["stray"]
 
 
-def test_where_nothing_is_configured_nobody_is_told(driven_sqlite: Driven, folder_store: Store) -> None:
-    _, run_id = driven_sqlite.record(folder_store, nan_from(5), rules=[rule()])
+def test_where_nothing_is_configured_nobody_is_told(driven_sqlite: Driven) -> None:
+    _, run_id = driven_sqlite.record(nan_from(5), rules=[rule()])
     assert flush_due(driven_sqlite.service) == []
     assert notifications(driven_sqlite, run_id) == []
 
 
-def test_what_is_over_before_anybody_could_look_is_told(driven_sqlite: Driven, folder_store: Store) -> None:
+def test_what_is_over_before_anybody_could_look_is_told(driven_sqlite: Driven) -> None:
     driven = told_by(driven_sqlite, "https://chat.example.com/")
-    recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=[rule()])
+    recording, run_id = driven.begin(rules=[rule()])
     one_bad_step = recording.write(0, 0, 7, lambda step, _: float("nan") if step == 5 else 1.0)
     driven.judge(run_id, one_bad_step)
     assert driven.event_types(run_id) == ["run.started", "alert.firing", "alert.resolved"]
@@ -206,7 +199,7 @@ def told_at_once(driven: Driven) -> Driven:
 
 def told(driven: Driven, run_id: int) -> list[tuple[int, str]]:
     """(number of the notification, what it says) in the order of their numbers."""
-    actions = [action for action in driven.actions(run_id) if action.kind == "notify"]
+    actions = driven.actions(run_id, "notify")
     numbers = [(int(action.key.rpartition(":")[2]), action) for action in actions]
     return [
         (number, action.payload["notification"]["status"])
@@ -214,10 +207,9 @@ def told(driven: Driven, run_id: int) -> list[tuple[int, str]]:
     ]
 
 
-def test_workers_that_flush_together_tell_everything_once(driven: Driven, folder_store: Store) -> None:
+def test_workers_that_flush_together_tell_everything_once(driven: Driven) -> None:
     driven = told_at_once(driven)
-    recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=[RuleConfig(rule="non_finite_values", name="mine")])
+    recording, run_id = driven.begin(rules=[RuleConfig(rule="non_finite_values", name="mine")])
     written = threading.Event()
 
     def record() -> None:
@@ -256,11 +248,9 @@ def test_workers_that_flush_together_tell_everything_once(driven: Driven, folder
         assert (standing.phase, standing.episode) == ("resolved", EPISODES)
 
 
-def test_one_of_many_workers_tells_what_is_due(driven: Driven, folder_store: Store) -> None:
+def test_one_of_many_workers_tells_what_is_due(driven: Driven) -> None:
     driven = told_at_once(driven)
-    _, run_id = driven.record(
-        folder_store, nan_from(0), last=0, rules=[RuleConfig(rule="non_finite_values", name="mine")]
-    )
+    _, run_id = driven.record(nan_from(0), last=0, rules=[RuleConfig(rule="non_finite_values", name="mine")])
     (group_id,) = due_groups(driven.service)
     together = threading.Barrier(WORKERS)
 
@@ -277,7 +267,7 @@ def test_one_of_many_workers_tells_what_is_due(driven: Driven, folder_store: Sto
 
 def notification(driven: Driven, run_id: int) -> Notification:
     flush_due(driven.service)
-    (action,) = [action for action in driven.actions(run_id) if action.kind == "notify"]
+    (action,) = driven.actions(run_id, "notify")
     return Notification.from_data(action.payload["notification"])
 
 
@@ -289,7 +279,7 @@ def test_an_alert_and_its_events_lead_to_its_page(
     made = notification(driven, run_id)
     page = f"{PUBLIC}/projects/vision/runs/run-1/alerts/{picture_name(driven).fingerprint}"
     assert (made.url, made.page, made.run_url) == (page, "alert", f"{PUBLIC}/projects/vision/runs/run-1")
-    (event,) = [event for event in driven.events(run_id) if event["type"].endswith("alert.firing")]
+    (event,) = driven.events(run_id, "alert.firing")
     assert event["data"]["url"] == page
     assert made.source == event["source"] == "http://service.test/v1/projects/vision/runs/run-1"
     with driven.service.database.read() as session:
@@ -302,7 +292,7 @@ def test_an_alert_and_its_events_lead_to_its_page(
 
 
 def test_several_alerts_lead_to_the_run_and_of_several_runs_to_their_list(
-    driven_sqlite: Driven, folder_store: Store, tmp_path: Path
+    driven_sqlite: Driven, tmp_path: Path
 ) -> None:
     names = ("first", "second")
     rules = [RuleConfig.model_validate({"rule": "non_finite_values", "name": name}) for name in names]
@@ -313,7 +303,7 @@ def test_several_alerts_lead_to_the_run_and_of_several_runs_to_their_list(
         driven = with_receiver(reachable(driven_sqlite, tmp_path), HOOK, group_by=group_by)
         run_ids = []
         for run in runs:
-            recording = Recording(folder_store, run=run).begin()
+            recording = driven_sqlite.recording(run=run).begin()
             run_ids.append(driven.register(run, rules=rules))
             driven.judge(run_ids[-1], recording.write(0, 0, 7, damage_from(5)))
         made = notification(driven, run_ids[0])
@@ -329,7 +319,7 @@ def test_without_a_public_url_nothing_leads_to_an_address_that_only_this_machine
     made = notification(driven, run_id)
     assert (made.url, made.run_url, made.alerts[0].url) == ("", "", "")
     assert made.command == "watchstep runs alerts vision/run-1 --service http://service.test"
-    (event,) = [event for event in driven.events(run_id) if event["type"].endswith("alert.firing")]
+    (event,) = driven.events(run_id, "alert.firing")
     assert event["data"]["url"] == ""
 
 
@@ -354,14 +344,14 @@ def rules() -> list[RuleConfig]:
 
 
 def test_a_group_is_acknowledged_with_its_last_alert(
-    driven: Driven, folder_store: Store, server: HttpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    driven: Driven, server: HttpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_RECEIVER_PD", KEY)
     receiver: dict[str, Any] = {
         "kind": "pagerduty", "routing_key": {"env": "WATCHSTEP_RECEIVER_PD"}, "url": server.url,
     }  # fmt: skip
     driven = with_receiver(driven.with_settings(home=tmp_path, allowed_addresses="loopback"), receiver)
-    recording, run_id = driven.record(folder_store, damage_from(5), rules=rules())
+    recording, run_id = driven.record(damage_from(5), rules=rules())
     assert acknowledge_alert(driven, "second") == []  # before it was notified
     for action in flush_due(driven.service):
         driven.finish(action)
@@ -378,10 +368,8 @@ def test_a_group_is_acknowledged_with_its_last_alert(
     assert len(ids) == 3
 
 
-def test_other_receivers_are_not_notified_of_acknowledgements(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
+def test_other_receivers_are_not_notified_of_acknowledgements(driven_sqlite: Driven) -> None:
     driven = with_receiver(driven_sqlite, {"kind": "webhook", "url": "https://hooks.example/a"})
-    driven.record(folder_store, damage_from(5), rules=rules()[:1])
+    driven.record(damage_from(5), rules=rules()[:1])
     flush_due(driven.service)
     assert acknowledge_alert(driven, "first") == []

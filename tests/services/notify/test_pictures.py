@@ -87,12 +87,9 @@ def test_the_series_is_the_one_that_the_rule_compared(driven_sqlite: Driven, fol
     assert shown.stopped_at is None
 
 
-def test_of_a_matrix_it_is_the_figure_with_the_findings_value(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
+def test_of_a_matrix_it_is_the_figure_with_the_findings_value(driven_sqlite: Driven) -> None:
     driven = Driven(replace(driven_sqlite.service, owner_rules=()))
-    recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=[RuleConfig.model_validate({"rule": "exploding_gradient"})])
+    recording, run_id = driven.begin(rules=[RuleConfig.model_validate({"rule": "exploding_gradient"})])
     rows = [
         Row(step, info, [exploding(step, info.name) * part for part in (3.0, -4.0)])
         for step in range(LAST + 1)
@@ -171,7 +168,7 @@ def test_slack_gets_a_signed_link(
     assert set(query) == {"expires", "signature"}
     assert shown["title_link"] == f"{PUBLIC}/projects/vision/runs/run-1/alerts/{name.fingerprint}"
     # Neither the outbox nor the record of tries has the signature.
-    (action,) = [action for action in driven.actions(run_id) if action.kind == "notify"]
+    (action,) = driven.actions(run_id, "notify")
     assert query["signature"][0] not in json.dumps(action.payload) + action.outcome
 
 

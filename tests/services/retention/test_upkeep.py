@@ -136,17 +136,17 @@ def rows(driven: Driven) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def _upkeep_of(run_id: int, *, deleting: bool) -> Upkeep:
+def _upkeep_of(run_id: int, **more: Any) -> Upkeep:
     return Upkeep(
-        run_id=run_id,
-        ended_ns=0,
-        next_ns=0,
-        lease_until_ns=0,
-        claims=0,
-        deleting=deleting,
-        tries=0,
-        problem="",
+        run_id=run_id, ended_ns=0, next_ns=0, lease_until_ns=0, claims=0, tries=0, problem="", **more
     )
+
+
+def begins_anew(store: Store) -> Recording:
+    """A second attempt, which nobody has announced."""
+    again = Recording(store, attempt="a2")
+    again.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
+    return again
 
 
 def kept(driven: Driven, run_id: int) -> Upkeep:
@@ -172,20 +172,20 @@ def test_a_run_is_compacted_and_reads_the_same(driven: Driven, folder_store: Sto
     assert upkeep(soon.service) == 0
 
 
-def test_by_default_nothing_is_deleted(driven: Driven, folder_store: Store) -> None:
-    _, recording = ended(driven, folder_store)
+def test_by_default_nothing_is_deleted(driven_sqlite: Driven, folder_store: Store) -> None:
+    _, recording = ended(driven_sqlite, folder_store)
     before = {entry.key for entry in recording.store.entries()}
-    assert upkeep(driven.with_settings(compact_after_seconds=1e-9).service) == 2
+    assert upkeep(driven_sqlite.with_settings(compact_after_seconds=1e-9).service) == 2
     assert {entry.key for entry in recording.store.entries()} >= before
 
 
-def test_full_tensors_go_and_the_rest_stays(driven: Driven, folder_store: Store) -> None:
-    run_id, recording = ended(driven, folder_store)
-    policy(driven, keep_tensors_s=0)
-    assert upkeep(driven.service) == 2
+def test_full_tensors_go_and_the_rest_stays(driven_sqlite: Driven, folder_store: Store) -> None:
+    run_id, recording = ended(driven_sqlite, folder_store)
+    policy(driven_sqlite, keep_tensors_s=0)
+    assert upkeep(driven_sqlite.service) == 2
     assert not list(recording.store.entries("tensors/"))
     assert list(recording.store.entries("stats/"))
-    assert kept(driven, run_id).tensors_gone_ns is not None
+    assert kept(driven_sqlite, run_id).tensors_gone_ns is not None
 
 
 def test_a_run_goes_whole_and_is_not_found_again(driven: Driven, folder_store: Store) -> None:
@@ -208,20 +208,15 @@ def test_a_run_goes_whole_and_is_not_found_again(driven: Driven, folder_store: S
     assert len(discover_runs(driven.service)) == 1
 
 
-def test_what_a_held_run_has_stays(driven: Driven, folder_store: Store) -> None:
-    run_id, recording = ended(driven, folder_store)
-    policy(driven, keep_runs_s=0, keep_tensors_s=0)
-    with driven.service.database.write() as session:
-        session.add(
-            Upkeep(
-                run_id=run_id, ended_ns=0, next_ns=0, lease_until_ns=0, claims=0, on_hold=True, hold_by="operator",
-                hold_reason="paper", tries=0, problem="",
-            )
-        )  # fmt: skip
-    assert upkeep(driven.service) == 1
+def test_what_a_held_run_has_stays(driven_sqlite: Driven, folder_store: Store) -> None:
+    run_id, recording = ended(driven_sqlite, folder_store)
+    policy(driven_sqlite, keep_runs_s=0, keep_tensors_s=0)
+    with driven_sqlite.service.database.write() as session:
+        session.add(_upkeep_of(run_id, on_hold=True, hold_by="operator", hold_reason="paper"))
+    assert upkeep(driven_sqlite.service) == 1
     assert list(recording.store.entries("tensors/"))
-    driven.change(Upkeep, run_id, on_hold=False, next_ns=0)
-    upkeep(driven.service)
+    driven_sqlite.change(Upkeep, run_id, on_hold=False, next_ns=0)
+    upkeep(driven_sqlite.service)
     assert not list(recording.store.entries())
 
 
@@ -272,12 +267,12 @@ def test_a_run_that_begins_anew_is_not_deleted(
         row.ended_ns = session.get_one(RunRow, run_id).ended_ns or 0
     place = upkeeping._store
 
-    def begins_anew(service: Service, claim: upkeeping.UpkeepClaim) -> Store:
+    def running_again(service: Service, claim: upkeeping.UpkeepClaim) -> Store:
         with service.database.write() as session:
             session.get_one(RunRow, run_id).state = "running"
         return place(service, claim)
 
-    monkeypatch.setattr(upkeeping, "_store", begins_anew)  # after it was claimed
+    monkeypatch.setattr(upkeeping, "_store", running_again)  # after it was claimed
     assert upkeep(driven.service) == 1
     assert recording.store.get("run.json")
     assert (kept(driven, run_id).deleting, kept(driven, run_id).lease_until_ns) == (False, 0)
@@ -310,15 +305,15 @@ def test_an_attempt_that_comes_after_the_end_has_all_done_anew(driven: Driven, f
 
 @pytest.mark.parametrize("is_announced", [True, False])
 def test_a_compaction_waits_for_what_is_not_judged(
-    driven: Driven, folder_store: Store, *, is_announced: bool
+    driven_sqlite: Driven, folder_store: Store, *, is_announced: bool
 ) -> None:
-    soon = driven.with_settings(compact_after_seconds=1e-9)
-    run_id, recording = ended(driven, folder_store)
+    soon = driven_sqlite.with_settings(compact_after_seconds=1e-9)
+    run_id, recording = ended(driven_sqlite, folder_store)
     key = recording.write(2, 20, 29)
     if is_announced:
-        driven.announce(run_id, key)
+        driven_sqlite.announce(run_id, key)
     assert upkeep(soon.service) == 1
-    assert "wait to be evaluated" in kept(driven, run_id).problem
+    assert "wait to be evaluated" in kept(driven_sqlite, run_id).problem
 
 
 def numbers(driven: Driven, table: type[TickRow | WatermarkRow], run_id: int) -> list[int]:
@@ -330,37 +325,36 @@ class KilledError(BaseException):
 
 
 def test_upkeep_that_ends_its_process_is_put_off(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_id, _ = ended(driven, folder_store)
-    policy(driven, compact_after_s=0, originals_s=0)
-    soon = driven.with_settings(compact_after_seconds=1e-9)
+    run_id, _ = ended(driven_sqlite, folder_store)
+    policy(driven_sqlite, compact_after_s=0, originals_s=0)
+    soon = driven_sqlite.with_settings(compact_after_seconds=1e-9)
 
     def killed(*_args: object, **_options: object) -> None:
         raise KilledError
 
-    driven.change(RetentionPolicy, PROJECT, compact_after_s=None)
+    driven_sqlite.change(RetentionPolicy, PROJECT, compact_after_s=None)
     with monkeypatch.context() as patch:
         patch.setattr(upkeeping, "compact", killed)
         with pytest.raises(KilledError):
             upkeep(soon.service)
     # its lease is over
-    driven.change(Upkeep, run_id, lease_until_ns=1)
+    driven_sqlite.change(Upkeep, run_id, lease_until_ns=1)
     assert upkeep(soon.service) == 0
-    left = kept(driven, run_id)
+    left = kept(driven_sqlite, run_id)
     assert left.tries == 1
     assert "killed or crashed" in left.problem
-    driven.change(Upkeep, run_id, next_ns=0)
+    driven_sqlite.change(Upkeep, run_id, next_ns=0)
     assert upkeep(soon.service) == 2
-    assert kept(driven, run_id).problem == ""
+    assert kept(driven_sqlite, run_id).problem == ""
 
 
 def test_ticks_and_seals_go_when_the_journal_has_them(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "MAX_EVALUATIONS", 4)
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     for seq in range(10):
         driven.judge(run_id, recording.write(seq, seq, seq))
     (due,) = unwritten(driven.service)
@@ -379,20 +373,18 @@ def test_ticks_and_seals_go_when_the_journal_has_them(
     assert [len(evaluation.segments) for evaluation in parts] == [1] * (last + 2)
 
 
-def told_of(driven: Driven, store: Store, run: str) -> int:
+def told_of(driven: Driven, run: str) -> int:
     """A run that alerts into the group that all runs share; how many messages that has made in all."""
-    recording = Recording(store, run).begin()
+    recording = driven.recording(run).begin()
     run_id = driven.register(run, rules=[rule()])
     driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     find_due(driven.service)
     return driven.one(select(func.count()).select_from(ActionRow).filter_by(kind="notify"))
 
 
-def test_a_group_over_runs_goes_when_it_is_empty_and_one_that_comes_back_tells(
-    driven: Driven, folder_store: Store
-) -> None:
+def test_a_group_over_runs_goes_when_it_is_empty_and_one_that_comes_back_tells(driven: Driven) -> None:
     driven = told_by(driven, "https://chat.example.com/", group_by=["severity"], group_interval=60)
-    assert told_of(driven, folder_store, "first") == 1
+    assert told_of(driven, "first") == 1
     group = driven.one(select(AlertGroup))
     assert (group.run_id, group.generation) == (None, 1)
     purge_groups(driven.service)
@@ -407,7 +399,7 @@ def test_a_group_over_runs_goes_when_it_is_empty_and_one_that_comes_back_tells(
     with driven.service.database.write() as session:
         add_action(session, stays, "notify", kept_key, {"event_id": "e", "at_ns": 1, "payload": {}})
     purge_groups(driven.service)
-    assert told_of(driven, folder_store, "second") == 2
+    assert told_of(driven, "second") == 2
     again = driven.one(select(AlertGroup))
     assert again.id > group.id
 
@@ -424,8 +416,7 @@ def test_a_run_that_begins_anew_unannounced_is_judged_and_not_deleted(
 ) -> None:
     run_id, _ = ended(driven, folder_store)
     policy(driven, keep_runs_s=0, keep_tensors_s=0)
-    again = Recording(folder_store, attempt="a2")
-    again.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
+    again = begins_anew(folder_store)
     again.write(0, 0, 9, nan_from(5))
     upkeep(driven.service)
     assert "since it ended" in kept(driven, run_id).problem
@@ -437,35 +428,34 @@ def test_a_run_that_begins_anew_unannounced_is_judged_and_not_deleted(
     assert list(again.store.entries("tensors/"))
 
 
-def test_a_run_whose_attempt_has_only_begun_is_not_deleted(driven: Driven, folder_store: Store) -> None:
-    run_id, _ = ended(driven, folder_store)
-    policy(driven, keep_runs_s=0)
-    again = Recording(folder_store, attempt="a2")
-    again.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
-    upkeep(driven.service)
-    driven.change(Upkeep, run_id, next_ns=0)
-    upkeep(driven.service)
+def test_a_run_whose_attempt_has_only_begun_is_not_deleted(
+    driven_sqlite: Driven, folder_store: Store
+) -> None:
+    run_id, _ = ended(driven_sqlite, folder_store)
+    policy(driven_sqlite, keep_runs_s=0)
+    again = begins_anew(folder_store)
+    upkeep(driven_sqlite.service)
+    driven_sqlite.change(Upkeep, run_id, next_ns=0)
+    upkeep(driven_sqlite.service)
     assert list(again.store.entries("attempts/"))
 
 
 def test_a_segment_that_comes_while_originals_are_deleted_stays_and_is_judged(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_id, recording = ended(driven, folder_store)
-    policy(driven, originals_s=0)
-    late = Recording(folder_store, attempt="a2")
+    run_id, recording = ended(driven_sqlite, folder_store)
+    policy(driven_sqlite, originals_s=0)
 
     def meanwhile(*arguments: Any, **named: Any) -> Any:
         if "delete_after" in named:
-            late.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
-            late.write(0, 0, 9, nan_from(5))
+            begins_anew(folder_store).write(0, 0, 9, nan_from(5))
         return compact(*arguments, **named)
 
     monkeypatch.setattr(upkeeping, "compact", meanwhile)
-    upkeep(driven.with_settings(compact_after_seconds=1e-9).service)
+    upkeep(driven_sqlite.with_settings(compact_after_seconds=1e-9).service)
     assert {entry.key.split("/")[1] for entry in recording.store.entries("stats/")} == {"a2"}
-    driven.discover(run_id)
-    assert {attempt for _, attempt, _ in driven.findings()} == {"a1", "a2"}
+    driven_sqlite.discover(run_id)
+    assert {attempt for _, attempt, _ in driven_sqlite.findings()} == {"a1", "a2"}
 
 
 def move(driven: Driven, run_id: int, project: str) -> None:

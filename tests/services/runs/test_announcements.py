@@ -418,10 +418,8 @@ def test_a_recorder_may_not_ask_for_what_occupies_the_workers(
     assert register(driven_sqlite.service, PROJECT, "run-1", tuple(asked), "operator") == 1
 
 
-def test_a_run_found_with_such_rules_is_judged_without_them(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
-    Recording(folder_store).begin(rules=[sql("slow", seconds=60).as_data()])
+def test_a_run_found_with_such_rules_is_judged_without_them(driven_sqlite: Driven) -> None:
+    driven_sqlite.recording().begin(rules=[sql("slow", seconds=60).as_data()])
     [run_id] = discover_runs(driven_sqlite.service)
     assert "seconds = 60" in driven_sqlite.run(run_id).health["run_document"]
     driven_sqlite.register()

@@ -56,9 +56,9 @@ def test_all_that_is_due_is_looked_at_in_portions(driven_sqlite: Driven) -> None
     assert claim_polls(slow.service) == []
 
 
-def test_listings_in_vain_become_rare_and_found_ones_frequent(driven: Driven, folder_store: Store) -> None:
+def test_listings_in_vain_become_rare_and_found_ones_frequent(driven: Driven) -> None:
     slow = driven.with_settings(listing_seconds=2.0)
-    recording = Recording(folder_store).begin()
+    recording = driven.recording().begin()
     run_id = slow.register()
     poll_run(slow.service, claim_polls(slow.service)[0])
     for quiet in (4, 8, 16, 30, 30):  # it announces all there is, a little later each time than we look
@@ -83,8 +83,8 @@ def test_a_look_that_somebody_wants_meanwhile_is_not_put_off(driven: Driven) -> 
     assert driven.run(run_id).poll_ns == 0
 
 
-def test_a_run_that_starts_again_is_looked_at_at_once(driven: Driven, folder_store: Store) -> None:
-    first = Recording(folder_store).begin()
+def test_a_run_that_starts_again_is_looked_at_at_once(driven: Driven) -> None:
+    first = driven.recording().begin()
     run_id = driven.register()
     announced(driven, run_id, first, 0)
     first.end("failed", 3)
@@ -93,7 +93,7 @@ def test_a_run_that_starts_again_is_looked_at_at_once(driven: Driven, folder_sto
     set_run(driven, run_id, poll_ns=0)
     poll_run(driven.service, claim_polls(driven.service)[0])
     assert claim_polls(driven.service) == []  # a run that is over is looked at seldom
-    announced(driven, run_id, Recording(folder_store, attempt="a2").begin(), 0)
+    announced(driven, run_id, driven.recording(attempt="a2").begin(), 0)
     assert driven.run(run_id).state == "running"
     assert [taken.run.id for taken in claim_polls(driven.service)] == [run_id]
 
@@ -107,9 +107,8 @@ def announced(driven: Driven, run_id: int, recording: Recording, seq: int) -> No
     driven.settle(run_id)
 
 
-def test_what_a_listing_finds_waits_for_no_earlier_message(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+def test_what_a_listing_finds_waits_for_no_earlier_message(driven: Driven) -> None:
+    recording, run_id = driven.begin()
     announced(driven, run_id, recording, 0)
     assert find_due(driven.service).runs == ()
     recording.write(1, 4, 7)
@@ -123,8 +122,7 @@ def test_a_run_that_ends_is_not_left_due_after_the_clock_was_set_back(
     clock = Clock()
     database = open_with(clock, sqlite_tables, tmp_path / "clock.sqlite")
     driven = Driven(make_service(database, folder_store))
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     announced(driven, run_id, recording, 0)
     clock.move(-3600)
     recording.end("completed", 3)
@@ -140,8 +138,8 @@ def test_a_run_that_ends_is_not_left_due_after_the_clock_was_set_back(
     database.close()
 
 
-def test_a_message_is_waited_for_before_another_is_sent(driven: Driven, folder_store: Store) -> None:
-    key = Recording(folder_store).begin().write(0, 0, 3)
+def test_a_message_is_waited_for_before_another_is_sent(driven: Driven) -> None:
+    key = driven.recording().begin().write(0, 0, 3)
     run_id = driven.register()
     with driven.service.database.write() as session:
         put_segment(session, run_id, key, read_clock(session))
@@ -155,8 +153,8 @@ def test_a_message_is_waited_for_before_another_is_sent(driven: Driven, folder_s
     assert find_due(driven.service).runs == ()
 
 
-def test_a_run_of_which_nothing_is_heard_is_lost_and_comes_back(driven: Driven, folder_store: Store) -> None:
-    recording, run_id = driven.record(folder_store, last=3)
+def test_a_run_of_which_nothing_is_heard_is_lost_and_comes_back(driven: Driven) -> None:
+    recording, run_id = driven.record(last=3)
     sweep(driven.service)
     assert driven.run(run_id).state == "running"
     set_run(driven, run_id, last_seen_ns=1, poll_ns=0)
@@ -201,9 +199,9 @@ def test_a_fault_of_ours_with_one_run_is_that_runs_trouble_alone(
     assert "bad cannot be polled" in caplog.text
 
 
-def test_an_attempt_that_begins_in_a_folder_is_found_at_once(driven: Driven, folder_store: Store) -> None:
+def test_an_attempt_that_begins_in_a_folder_is_found_at_once(driven: Driven) -> None:
     driven = driven.with_settings(listing_seconds=1e-9)
-    recording = Recording(folder_store).begin()
+    recording = driven.recording().begin()
     recording.write(0, 0, 3)
     recording.end("completed", 3)
     run_id = driven.register()
@@ -214,7 +212,7 @@ def test_an_attempt_that_begins_in_a_folder_is_found_at_once(driven: Driven, fol
     poll_due_runs(driven.service, 1e9)
     assert claim_polls(driven.service) == []
 
-    again = Recording(folder_store, attempt="a2")
+    again = driven.recording(attempt="a2")
     again.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
     again.write(0, 0, 9, nan_from(5))
     discover_runs(driven.service)
@@ -231,9 +229,9 @@ def deaf() -> Iterator[socket.socket]:
         yield server
 
 
-def waiting(driven: Driven, store: Store, url: str, posts: int) -> tuple[list[int], int]:
+def waiting(driven: Driven, url: str, posts: int) -> tuple[list[int], int]:
     """Ids of posts that are due, and of a stop that is due after all of them."""
-    Recording(store).begin(on_stop="ignore").write(0, 0, 7)
+    driven.recording().begin(on_stop="ignore").write(0, 0, 7)
     run_id = driven.register()
     driven.discover(run_id)
     with driven.service.database.write() as session:
@@ -250,18 +248,16 @@ def waiting(driven: Driven, store: Store, url: str, posts: int) -> tuple[list[in
     return [action for action in made if action is not None], stop
 
 
-def test_no_number_of_posts_hides_a_stop_from_the_sweep(driven_sqlite: Driven, folder_store: Store) -> None:
-    posts, stop = waiting(driven_sqlite, folder_store, "http://127.0.0.1:1/", 150)
+def test_no_number_of_posts_hides_a_stop_from_the_sweep(driven_sqlite: Driven) -> None:
+    posts, stop = waiting(driven_sqlite, "http://127.0.0.1:1/", 150)
     due = due_actions(driven_sqlite.service)
     assert due[0] == stop
     assert due[1:] == posts[:100]
 
 
-def test_a_stop_does_not_wait_for_receivers(
-    driven_sqlite: Driven, folder_store: Store, deaf: socket.socket
-) -> None:
+def test_a_stop_does_not_wait_for_receivers(driven_sqlite: Driven, deaf: socket.socket) -> None:
     driven = driven_sqlite.with_settings(allowed_addresses="loopback", webhook_seconds=600.0)
-    posts, stop = waiting(driven, folder_store, f"http://127.0.0.1:{deaf.getsockname()[1]}/", 8)
+    posts, stop = waiting(driven, f"http://127.0.0.1:{deaf.getsockname()[1]}/", 8)
     queue = WorkQueue(1)
     queue.start(driven.service)
 
@@ -304,10 +300,8 @@ def test_an_evaluation_asks_once_whom_its_actions_tell(sqlite: Database, folder_
     assert len(asked) == 1
 
 
-def test_the_first_of_each_project_comes_before_the_second_of_any(
-    driven: Driven, folder_store: Store
-) -> None:
-    many, _ = waiting(driven, folder_store, "http://127.0.0.1:1/", 150)
+def test_the_first_of_each_project_comes_before_the_second_of_any(driven: Driven) -> None:
+    many, _ = waiting(driven, "http://127.0.0.1:1/", 150)
     other = register(driven.service, "audio", "run-1", (), "recorder")
     with driven.service.database.write() as session:
         later = [
@@ -322,10 +316,10 @@ def test_the_first_of_each_project_comes_before_the_second_of_any(
 
 
 def test_receivers_that_do_not_answer_delay_no_other_project(
-    driven_sqlite: Driven, folder_store: Store, deaf: socket.socket
+    driven_sqlite: Driven, deaf: socket.socket
 ) -> None:
     driven = driven_sqlite.with_settings(allowed_addresses="loopback", webhook_seconds=600.0)
-    posts, _ = waiting(driven, folder_store, f"http://127.0.0.1:{deaf.getsockname()[1]}/", 60)
+    posts, _ = waiting(driven, f"http://127.0.0.1:{deaf.getsockname()[1]}/", 60)
     other = register(driven.service, "audio", "run-1", (), "recorder")
     queue = WorkQueue(1)
     queue.start(driven.service)

@@ -59,10 +59,10 @@ def _found(driven: Driven) -> dict[str, RunRow]:
 
 @pytest.mark.parametrize("rule", BAD)
 def test_a_run_with_rules_that_cannot_be_used_keeps_no_other_from_its_turn(
-    driven: Driven, folder_store: Store, rule: dict[str, Any]
+    driven: Driven, rule: dict[str, Any]
 ) -> None:
-    Recording(folder_store, run="bad").begin(rules=[rule])
-    Recording(folder_store, run="good").begin().write_all([3, 7], nan_from(5))
+    driven.recording(run="bad").begin(rules=[rule])
+    driven.recording(run="good").begin().write_all([3, 7], nan_from(5))
     eventually(lambda: {"bad", "good"} <= set(_found(driven)))
     runs = _found(driven)
     driven.settle(runs["good"].id)
@@ -89,13 +89,13 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_its_turn(
 
 
 def test_checks_of_sql_rules_keep_no_other_run_from_its_turn(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query: dict[str, object] = {"rule": "sql", "params": {"query": "SELECT tensor FROM statistics"}}
     for number in range(3):
-        Recording(folder_store, project="a-slow", run=f"run-{number}").begin(rules=[query])
-    Recording(folder_store, project="a-slow", run="without").begin()
-    Recording(folder_store, run="good").begin()
+        driven_sqlite.recording(project="a-slow", run=f"run-{number}").begin(rules=[query])
+    driven_sqlite.recording(project="a-slow", run="without").begin()
+    driven_sqlite.recording(run="good").begin()
     release, check = threading.Event(), rule_file.check
 
     def checking(data: Any, source: str) -> tuple[RuleConfig, ...]:
@@ -130,10 +130,10 @@ def rules_of_runs(service: Service) -> dict[str, set[str]]:
 
 
 def test_a_listing_takes_in_new_runs_for_a_limited_time(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(3):
-        Recording(folder_store, run=f"run-{number}").begin()
+        driven.recording(run=f"run-{number}").begin()
     monkeypatch.setattr(registration, "SLICE_SECONDS", 0.0)
     found = [discover_runs(driven.service) for _ in range(4)]
     assert [len(runs) for runs in found] == [1, 1, 1, 0]

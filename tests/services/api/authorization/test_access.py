@@ -29,7 +29,6 @@ RUNS = "/v1/projects/vision/runs"
 OPEN = {"/healthz", "/readyz"}
 ROLES: tuple[Role, ...] = ("viewer", "recorder", "operator", "admin")
 PROJECT = "vision"
-RUN = "/v1/projects/vision/runs"
 FIRST = {"node": "n", "writer": "w", "seq": 0, "first": 0, "last": 3}
 SEGMENT = {"attempt": "a1", "segments": [FIRST]}
 WHO = AuthenticatedCaller("recorder", "vision", "0123456789abcdef")
@@ -114,6 +113,8 @@ def test_a_route_without_a_policy_is_refused_for_every_token(
         return {"project": project}
 
     monkeypatch.setattr(app_module, "ROUTERS", (*app_module.ROUTERS, router))
+    # The routes of a process are built once, and are there already.
+    monkeypatch.setattr(app_module, "_routes", app_module._routes.__wrapped__)
     app = create_app(api.driven.service)
     assert PERMISSION not in app.openapi()["paths"]["/v1/projects/{project}/forgotten"]["get"]
     for role in ROLES:
@@ -225,15 +226,15 @@ def test_a_token_revoked_by_another_process_is_refused_soon(api: Api) -> None:
     clock = Clock()
     api.client.app.state.token_cache._clock = clock
     token = create_token(api.driven.service.database, "recorder")
-    assert ask(api.client.app, "POST", RUN, token, {"run": "run-1"}).status == 200
+    assert ask(api.client.app, "POST", RUNS, token, {"run": "run-1"}).status == 200
     revoke(api.driven.service.database, id_of(token), None, "somebody else")
     clock.now += CACHE_SECONDS
-    assert ask(api.client.app, "POST", RUN, token, {"run": "run-1"}).status == 401
+    assert ask(api.client.app, "POST", RUNS, token, {"run": "run-1"}).status == 401
 
 
 def test_an_invalid_announcement_gets_the_usual_error(api: Api) -> None:
-    api.call("POST", RUN, {"run": "run-1"}, role="recorder")
-    path = f"{RUN}/run-1/announcements"
+    api.call("POST", RUNS, {"run": "run-1"}, role="recorder")
+    path = f"{RUNS}/run-1/announcements"
     good = api.call("POST", path, SEGMENT, role="recorder")
     assert (good.status_code, good.headers["content-type"]) == (200, "application/json")
     assert good.json()["pause_seconds"] == 0.0
@@ -248,7 +249,7 @@ def test_an_invalid_announcement_gets_the_usual_error(api: Api) -> None:
         bad = api.call("POST", path, body, role="recorder")
         assert bad.status_code == 422, body
         assert word in bad.json()["detail"]
-    assert api.status("POST", f"{RUN}/run-2/announcements", SEGMENT, role="recorder") == 404
+    assert api.status("POST", f"{RUNS}/run-2/announcements", SEGMENT, role="recorder") == 404
     assert api.status("POST", path, SEGMENT, role="viewer") == 403
     assert api.status("POST", path, {**SEGMENT, "segments": [{**FIRST, "first": 4}]}, role="recorder") == 422
     token = api.token("recorder")

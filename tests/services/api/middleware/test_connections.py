@@ -18,9 +18,7 @@ import pytest
 from tests.services.api.serving import serving
 from tests.services.driving import Driven
 from tests.services.jobs import eventually
-from tests.services.recording import Recording
 from watchstep.format.layout import SnapshotKey
-from watchstep.store.store import Store
 from watchstep_services.api import streaming
 from watchstep_services.api.middleware import connections
 from watchstep_services.api.middleware.connections import LimitedHttp
@@ -77,14 +75,8 @@ def head(token: str, length: int) -> bytes:
 
 
 BODY = b'{"run": "run-1"}'
-
-
 GET_HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
-
-
 httptools_only = pytest.mark.parametrize("protocol", [LimitedHttp], ids=["httptools"])
-
-
 """h11 parses no further request before the first is answered."""
 
 
@@ -223,11 +215,7 @@ def test_the_embedded_service_has_the_limits(tmp_path: Path) -> None:
 
 
 LARGE = 80 * 1024
-
-
 POST = b"POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Type: application/json\r\n"
-
-
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -416,10 +404,10 @@ def test_the_service_responds_despite_connections_of_many_addresses(
 
 
 @pytest.fixture
-def recorded(driven_sqlite: Driven, folder_store: Store) -> Driven:
+def recorded(driven_sqlite: Driven) -> Driven:
     from safetensors.numpy import save
 
-    recording = Recording(folder_store).begin()
+    recording = driven_sqlite.recording().begin()
     recording.store.put(SnapshotKey("a1", 0, 5, "train").path, save({"large": VALUES}))
     driven_sqlite.register()
     return driven_sqlite

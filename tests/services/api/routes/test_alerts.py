@@ -48,9 +48,9 @@ def evaluated(api: Api, recording: Recording, *keys: Any) -> int:
 
 
 @pytest.fixture
-def exploding(api: Api, folder_store: Store) -> Api:
+def exploding(api: Api) -> Api:
     """A gradient that explodes at step 200, at which the learning rate had just risen."""
-    recording = Recording(folder_store).begin()
+    recording = api.driven.recording().begin()
     value = exploding_from(200)
     rate = tensor("optimizer:learning_rate/0", "metrics", role="metric", shape=())
     keys = []
@@ -101,8 +101,8 @@ def test_deviations_episodes_and_the_state(exploding: Api) -> None:
     assert answer["incident"]["alerts"]
 
 
-def test_other_alerts_of_the_run_are_listed(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_other_alerts_of_the_run_are_listed(api: Api) -> None:
+    recording = api.driven.recording().begin()
     exploding, bad_loss = exploding_from(200), nan_from(230)
     key = recording.write(
         0, 0, 259, lambda step, name: (bad_loss if name == "loss" else exploding)(step, name)
@@ -116,9 +116,9 @@ def test_other_alerts_of_the_run_are_listed(api: Api, folder_store: Store) -> No
     assert back["fingerprint"] == answer["alert"]["fingerprint"]
 
 
-def test_what_happened_before_includes_the_learning_rate(exploding: Api, folder_store: Store) -> None:
+def test_what_happened_before_includes_the_learning_rate(exploding: Api) -> None:
     saved = Checkpoint("/checkpoints/150.pt", 150, "a1", 0, 10)
-    store = Recording(folder_store).store
+    store = exploding.driven.recording().store
     store.put(saved.key, saved.encode())
     before = page(exploding, "exploding_gradient")["before"]
     change = next(entry for entry in before if entry["kind"] == "hyperparameter")
@@ -152,10 +152,10 @@ def test_each_rule_has_texts_for_the_page(name: str) -> None:
     assert rule.what_to_try
 
 
-def test_actions_are_shown_with_each_attempt(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_actions_are_shown_with_each_attempt(api: Api) -> None:
+    recording = api.driven.recording().begin()
     run_id = evaluated(api, recording, recording.write(0, 0, 9, nan_from(5)))
-    stop = next(action for action in api.driven.actions(run_id) if action.kind == "stop")
+    stop = api.driven.actions(run_id, "stop")[0]
     dispatch(api.driven.service, stop.id)
     answer = page(api, "non_finite_values")
     (action,) = [action for action in answer["actions"] if action["kind"] == "stop"]
@@ -165,8 +165,8 @@ def test_actions_are_shown_with_each_attempt(api: Api, folder_store: Store) -> N
     assert answer["finding"]["value_text"]
 
 
-def test_acknowledgement_and_silence_are_shown(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_acknowledgement_and_silence_are_shown(api: Api) -> None:
+    recording = api.driven.recording().begin()
     evaluated(api, recording, recording.write(0, 0, 9, nan_from(5)))
     at = f"{RUN}/alerts/{fingerprint(api, 'non_finite_values')}"
     assert api.status("PUT", f"{at}/acknowledgement", {"comment": "looking"}) == 200
@@ -177,8 +177,8 @@ def test_acknowledgement_and_silence_are_shown(api: Api, folder_store: Store) ->
     assert answer["silence"]["reason"] == "known"
 
 
-def test_objects_of_the_step_are_listed_with_commands(exploding: Api, folder_store: Store) -> None:
-    store = Recording(folder_store).store
+def test_objects_of_the_step_are_listed_with_commands(exploding: Api) -> None:
+    store = exploding.driven.recording().store
     for key in (
         SnapshotKey("a1", 0, 202, "train"),
         TraceKey("a1", 0, 200, 203),
@@ -215,10 +215,10 @@ def test_python_lines_work(exploding: Api) -> None:
     exec(compile(command["text"], "page", "exec"), {})
 
 
-def test_names_are_quoted(api: Api, folder_store: Store) -> None:
+def test_names_are_quoted(api: Api) -> None:
     name = "'; rm -rf / #\n<b>:gradient"
     hostile = tensor(name, "losses", role="loss", shape=())
-    recording = Recording(folder_store).begin()
+    recording = api.driven.recording().begin()
     rows = [Row(step, hostile, [1.0 if step < 5 else float("nan")]) for step in range(10)]
     evaluated(api, recording, recording.write_rows(0, rows))
     answer = page(api, "non_finite_values")

@@ -35,9 +35,9 @@ NAN = {"rule": "non_finite_values", "actions": ["stop"]}
 
 
 @pytest.fixture
-def recorded(api: Api, folder_store: Store) -> Api:
+def recorded(api: Api) -> Api:
     for run, value in (("a1", nan_from(4)), ("a2", exploding_from(20)), ("b", exploding_from(23))):
-        Recording(folder_store, run=run).begin().write_all([9, 19, 29], value)
+        api.driven.recording(run=run).begin().write_all([9, 19, 29], value)
         api.driven.register(run)
     return api
 

@@ -38,8 +38,8 @@ def act(api: Api) -> list[str]:
 
 
 @pytest.fixture
-def recording(api: Api, folder_store: Store) -> Recording:
-    begun, _ = api.driven.record(folder_store, last=9)
+def recording(api: Api) -> Recording:
+    begun, _ = api.driven.record(last=9)
     return begun
 
 

@@ -13,8 +13,7 @@ from sqlalchemy import select
 from tests.services.api.conftest import Api
 from tests.services.channels.http_server import http_server, status
 from tests.services.driving import Driven
-from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep.store.store import Store
+from tests.services.recording import PROJECT, nan_from
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.api.streaming import encode
 from watchstep_services.channels.receiver_file import ReceiverFile
@@ -203,19 +202,19 @@ def test_a_test_is_really_sent_and_signed(keyed: Api) -> None:
         assert (failed["result"], "answered 500" in failed["detail"]) == ("error", True)
 
 
-def fire(api: Api, store: Store) -> None:
+def fire(api: Api) -> None:
     rule = {
         "rule": "non_finite_values",
         "name": "mine",
         "labels": {"team": "vision"},
         "actions": [{"notify": "hook"}, {"notify": "gone"}],
     }
-    api.driven.record(store, nan_from(5), rules=[RuleConfig.model_validate(rule)])
+    api.driven.record(nan_from(5), rules=[RuleConfig.model_validate(rule)])
 
 
-def test_templates_are_previewed(keyed: Api, folder_store: Store) -> None:
+def test_templates_are_previewed(keyed: Api) -> None:
     put(keyed, webhook(title="{name} of {run}"))
-    fire(keyed, folder_store)
+    fire(keyed)
     preview = f"{AT}/hook/preview"
     assert keyed.call("POST", preview, {}).json()["title"] == "test of test"
     real = keyed.call(
@@ -228,7 +227,7 @@ def test_templates_are_previewed(keyed: Api, folder_store: Store) -> None:
     assert keyed.status("POST", preview, {"run": "run-1", "name": "never"}) == 404
 
 
-def test_the_tree_is_the_owners_until_a_project_has_its_own(keyed: Api, folder_store: Store) -> None:
+def test_the_tree_is_the_owners_until_a_project_has_its_own(keyed: Api) -> None:
     assert keyed.call("GET", ROUTING, role="viewer").json()["origin"] == "owner"
     put(keyed, webhook())
     tree = {
@@ -243,7 +242,7 @@ def test_the_tree_is_the_owners_until_a_project_has_its_own(keyed: Api, folder_s
     assert keyed.status("DELETE", f"{AT}/hook") == 409
     unknown = keyed.call("PUT", ROUTING, {"receiver": "nobody"})
     assert (unknown.status_code, "'nobody'" in unknown.json()["detail"]) == (422, True)
-    fire(keyed, folder_store)
+    fire(keyed)
     seen = keyed.call("POST", f"{ROUTING}/preview", {"run": "run-1", "name": "mine"}).json()
     assert [route["receiver"] for route in seen["routes"]] == ["hook"]
     assert (seen["labels"]["team"], seen["unknown"]) == ("vision", ["gone"])
@@ -257,9 +256,9 @@ def test_the_tree_is_the_owners_until_a_project_has_its_own(keyed: Api, folder_s
     assert keyed.call("DELETE", ROUTING).json()["origin"] == "owner"
 
 
-def test_a_rule_reports_its_unknown_receivers(keyed: Api, folder_store: Store) -> None:
+def test_a_rule_reports_its_unknown_receivers(keyed: Api) -> None:
     put(keyed, webhook())
-    fire(keyed, folder_store)
+    fire(keyed)
     rules = keyed.call("GET", f"/v1/projects/{PROJECT}/runs/run-1").json()["rules"]
     (warning,) = next(rule["warnings"] for rule in rules if rule["name"] == "mine")
     assert "'gone'" in warning
@@ -310,14 +309,14 @@ def test_a_decrypted_secret_is_in_no_log(keyed: Api) -> None:
     assert secret not in redact(f"the receiver says: I do not know {secret}")
 
 
-def ran(api: Api, store: Store) -> None:
+def ran(api: Api) -> None:
     """A run with a rule that has fired, an action of it, and a stop without permission."""
     registered = api.call("POST", f"{VISION}/runs", {"run": "run-1", "rules": [MINE]}, role="recorder")
     assert registered.status_code == 200, registered.text
     assert SECRET not in registered.text
     assert api.status("PUT", f"{VISION}/rules/own", {**MINE, "name": "own"}) == 200
     assert api.status("PUT", f"{RUN}/rules/mine", MINE) == 200
-    api.driven.judge(1, Recording(store).begin().write(0, 0, 7, nan_from(5)))
+    api.driven.judge(1, api.driven.recording().begin().write(0, 0, 7, nan_from(5)))
 
 
 READ = (
@@ -335,8 +334,8 @@ READ = (
 )
 
 
-def test_only_operators_see_webhook_addresses(api: Api, folder_store: Store) -> None:
-    ran(api, folder_store)
+def test_only_operators_see_webhook_addresses(api: Api) -> None:
+    ran(api)
     of_rules = READ[:5]
     for path in READ:
         for role in ("viewer", "operator", "admin"):
@@ -351,8 +350,8 @@ def test_only_operators_see_webhook_addresses(api: Api, folder_store: Store) -> 
     assert SECRET not in json.dumps([row.payload["event"] for row in posted])
 
 
-def test_operators_change_only_what_they_have_read(api: Api, folder_store: Store) -> None:
-    ran(api, folder_store)
+def test_operators_change_only_what_they_have_read(api: Api) -> None:
+    ran(api)
     seen = api.call("GET", f"{VISION}/rules/own")
 
     body, headers = {**seen.json()["config"], "severity": "critical"}, {"if-match": seen.headers["etag"]}

@@ -63,13 +63,13 @@ def table(api: Api, **arguments: Any) -> dict[tuple[str, str], dict[str, Any]]:
     return {(rule["origin"], rule["name"]): rule for rule in answer.json()["rules"]}
 
 
-def test_rules_of_owner_project_and_runs_with_their_health(api: Api, folder_store: Store) -> None:
+def test_rules_of_owner_project_and_runs_with_their_health(api: Api) -> None:
     driven = api.driven
     mine = RuleConfig.model_validate(
         {"rule": "class_imbalance", "name": "mine", "actions": [{"webhook": "https://chat.example.com/key"}]}
     )
     run_id = driven.register("a", [mine])
-    driven.judge(run_id, Recording(folder_store, run="a").begin().write(0, 0, 7, nan_from(5)))
+    driven.judge(run_id, api.driven.recording(run="a").begin().write(0, 0, 7, nan_from(5)))
     rules = table(api)
     assert api.call("GET", TABLE).json()["runs"] == 1
     owners = {config.name for config in driven.service.owner_rules}
@@ -188,8 +188,8 @@ def mirrored(driven: Driven) -> list[str]:
 
 
 @pytest.fixture
-def recording(api: Api, folder_store: Store) -> Recording:
-    begun, _ = api.driven.record(folder_store, last=9)
+def recording(api: Api) -> Recording:
+    begun, _ = api.driven.record(last=9)
     return begun
 
 
@@ -278,8 +278,6 @@ def health(*notes: Any) -> dict[str, Any]:
 
 
 CONFIG = RuleConfig.model_validate({**ELEMENTS, "name": "elements"})
-
-
 ACTIVATIONS = RuleConfig(rule="dead_relu")
 
 
@@ -348,24 +346,20 @@ def test_the_api_says_why_a_rule_has_no_data(api: Api) -> None:
 
 
 @pytest.mark.parametrize("first", ["recorder", "operator"])
-def test_an_operators_rule_overrides_a_recorders_of_the_same_name(
-    driven: Driven, folder_store: Store, first: str
-) -> None:
-    recording = Recording(folder_store).begin()
+def test_an_operators_rule_overrides_a_recorders_of_the_same_name(driven: Driven, first: str) -> None:
+    recording = driven.recording().begin()
     orders: dict[str, list[Any]] = {"recorder": [REQUESTED], "operator": [INTENDED]}
     for origin in (first, *(orders.keys() - {first}), "recorder"):
         run_id = register(driven.service, PROJECT, "run-1", tuple(orders[origin]), origin)  # type: ignore[arg-type]
     driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
-    posts = [action for action in driven.actions(run_id) if action.kind == "webhook"]
+    posts = driven.actions(run_id, "webhook")
     fired = driven.events(run_id, "alert.firing")
     assert len(posts) == 1
     assert [event["data"]["rule_config"]["name"] for event in fired].count("mine") == 1
 
 
-def test_a_firing_recorders_rule_ends_when_an_operators_overrides_it(
-    driven: Driven, folder_store: Store
-) -> None:
-    recording, run_id = driven.record(folder_store, nan_from(5), rules=[REQUESTED])
+def test_a_firing_recorders_rule_ends_when_an_operators_overrides_it(driven: Driven) -> None:
+    recording, run_id = driven.record(nan_from(5), rules=[REQUESTED])
     with driven.service.database.write() as session:
         rule_configs.put_one(session, session.get_one(RunRow, run_id), INTENDED)
     driven.judge(run_id, recording.write(1, 8, 12, nan_from(0)))

@@ -13,7 +13,7 @@ import watchstep
 from tests.sdk.format.blocks import Row, tensor
 from tests.services.api.conftest import Api
 from tests.services.driving import Driven
-from tests.services.recording import Recording, Value, exploding_from, healthy, nan_from
+from tests.services.recording import Value, exploding_from, healthy, nan_from
 from watchstep.format.documents import AttemptDocument, encode
 from watchstep.format.layout import attempt_document
 from watchstep.store.store import Store
@@ -26,9 +26,9 @@ DAY = 86_400 * 10**9
 HOSTILE = "<script>alert(1)</script>\u202e\n"
 
 
-def judge(api: Api, store: Store, run: str, value: Value, segments: int = 3) -> int:
+def judge(api: Api, run: str, value: Value, segments: int = 3) -> int:
     """A run that the service has evaluated, in segments of 100 steps."""
-    recording = Recording(store, run).begin()
+    recording = api.driven.recording(run).begin()
     keys = [recording.write(seq, seq * 100, seq * 100 + 99, value) for seq in range(segments)]
     run_id = api.driven.register(run)
     api.driven.judge(run_id, *keys)
@@ -40,10 +40,10 @@ def names(api: Api, **parameters: Any) -> list[str]:
 
 
 @pytest.fixture
-def three(api: Api, folder_store: Store) -> Api:
+def three(api: Api) -> Api:
     """One run with a firing alert, one healthy run, and one that has not begun."""
-    judge(api, folder_store, "run-1", nan_from(5), segments=1)
-    judge(api, folder_store, "Run_2", healthy, segments=2)
+    judge(api, "run-1", nan_from(5), segments=1)
+    judge(api, "Run_2", healthy, segments=2)
     api.driven.register("run-3")
     return api
 
@@ -65,7 +65,7 @@ def test_the_table_is_sorted_and_filtered_and_paged_by_the_server(three: Api) ->
     assert (page["total"], page["offset"], [entry["run"] for entry in page["runs"]]) == (3, 1, ["Run_2"])
 
 
-def test_a_row_has_what_a_person_looks_for(three: Api, folder_store: Store) -> None:
+def test_a_row_has_what_a_person_looks_for(three: Api) -> None:
     first = {entry["run"]: entry for entry in three.get(f"{PROJECT}/run-table")["runs"]}
     assert (first["run-1"]["state"], first["run-1"]["last_step"]) == ("running", 99)
     assert first["run-1"]["alerts"] == {"pending": 0, "firing": 1, "resolved": 0, "notes": 0}
@@ -74,16 +74,16 @@ def test_a_row_has_what_a_person_looks_for(three: Api, folder_store: Store) -> N
         None,
         0,
     )
-    Recording(folder_store, "run-4").begin(started_ns=1_700_000_000 * 10**9)
-    run_id = judge_existing(three, folder_store, "run-4")
+    three.driven.recording("run-4").begin(started_ns=1_700_000_000 * 10**9)
+    run_id = judge_existing(three, "run-4")
     three.driven.change(RunRow, run_id, state="completed", ended_ns=1_700_000_000 * 10**9 + DAY)
     row = three.get(f"{PROJECT}/run-table", search="run-4")["runs"][0]
     assert row["duration_ns"] == DAY
     assert row["rate"] == {"steps_per_second": pytest.approx(10 / 86400), "kind": "mean"}
 
 
-def judge_existing(api: Api, store: Store, run: str) -> int:
-    key = Recording(store, run).write(0, 0, 9)
+def judge_existing(api: Api, run: str) -> int:
+    key = api.driven.recording(run).write(0, 0, 9)
     run_id = api.driven.register(run)
     api.driven.judge(run_id, key)
     return run_id
@@ -155,8 +155,8 @@ def test_tags_are_set_and_found(three: Api) -> None:
     assert names(three, tag="base") == []
 
 
-def test_the_overview_bins_losses_and_shows_the_states_of_each_rule(api: Api, folder_store: Store) -> None:
-    judge(api, folder_store, "run-1", exploding_from(200))
+def test_the_overview_bins_losses_and_shows_the_states_of_each_rule(api: Api) -> None:
+    judge(api, "run-1", exploding_from(200))
     overview = api.get(f"{RUN}/overview", points=3)
     assert (overview["grid"]["first"], overview["grid"]["last"]) == (0, 299)
     assert overview["grid"]["edges"] == [0, 100, 200, 300]
@@ -178,9 +178,9 @@ def test_the_overview_bins_losses_and_shows_the_states_of_each_rule(api: Api, fo
     assert zoomed["losses"]["lines"][0]["mean"] == pytest.approx([2.5, 2.51, 2.52])
 
 
-def test_a_restart_hides_the_steps_that_it_repeats(api: Api, folder_store: Store) -> None:
-    run_id = judge(api, folder_store, "run-1", exploding_from(40), segments=1)
-    again = Recording(folder_store, attempt="a2")
+def test_a_restart_hides_the_steps_that_it_repeats(api: Api) -> None:
+    run_id = judge(api, "run-1", exploding_from(40), segments=1)
+    again = api.driven.recording(attempt="a2")
     claim = AttemptDocument("a2", 10, 1, "raise")
     again.store.create(attempt_document("a2"), encode(claim))
     key = again.write(0, 30, 129, healthy)
@@ -201,9 +201,9 @@ def test_a_restart_hides_the_steps_that_it_repeats(api: Api, folder_store: Store
     assert starts == [("attempt:a1", 0), ("attempt:a2", 30)]
 
 
-def test_a_stop_is_shown_with_its_alert_and_reason(api: Api, folder_store: Store) -> None:
-    run_id = judge(api, folder_store, "run-1", nan_from(5), segments=1)
-    stop = next(action for action in api.driven.actions(run_id) if action.kind == "stop")
+def test_a_stop_is_shown_with_its_alert_and_reason(api: Api) -> None:
+    run_id = judge(api, "run-1", nan_from(5), segments=1)
+    stop = api.driven.actions(run_id, "stop")[0]
     dispatch(api.driven.service, stop.id)
     overview = api.get(f"{RUN}/overview")
     lane = next(lane for lane in overview["lanes"] if lane["name"] == "non_finite_values")
@@ -225,8 +225,8 @@ def test_a_run_without_data_has_an_overview(api: Api) -> None:
     }
 
 
-def test_a_run_without_losses_has_an_empty_chart(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_a_run_without_losses_has_an_empty_chart(api: Api) -> None:
+    recording = api.driven.recording().begin()
     weight = tensor("w", "weights", role="weight")
     recording.write_rows(0, [Row(step, weight, [1.0]) for step in range(5)])
     api.driven.register()
@@ -236,7 +236,7 @@ def test_a_run_without_losses_has_an_empty_chart(api: Api, folder_store: Store) 
 
 
 def test_an_overview_survives_deleted_and_damaged_objects(api: Api, folder_store: Store) -> None:
-    judge(api, folder_store, "run-1", healthy)
+    judge(api, "run-1", healthy)
     folder = Path(folder_store.location) / "vision" / "run-1"
     victim = sorted((folder / "stats").rglob("*.arrow"))[1]
     victim.write_bytes(b"PAR1" + bytes(64))
@@ -249,8 +249,8 @@ def test_an_overview_survives_deleted_and_damaged_objects(api: Api, folder_store
     assert fresh["runs"][0]["last_step"] == 299
 
 
-def test_names_of_tensors_are_text(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_names_of_tensors_are_text(api: Api) -> None:
+    recording = api.driven.recording().begin()
     loss = tensor(HOSTILE, "losses", role="loss", shape=())
     recording.write_rows(0, [Row(step, loss, [1.0]) for step in range(5)])
     api.driven.register()
@@ -258,8 +258,8 @@ def test_names_of_tensors_are_text(api: Api, folder_store: Store) -> None:
     assert line["tensor"] == HOSTILE
 
 
-def test_hyperparameters_last_until_the_next_value(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_hyperparameters_last_until_the_next_value(api: Api) -> None:
+    recording = api.driven.recording().begin()
     loss = tensor("loss", "losses", role="loss", shape=())
     rate = tensor("optimizer:learning_rate/0", "metrics", role="metric", shape=())
     rows = [Row(step, loss, [1.0]) for step in range(100)]
@@ -292,8 +292,8 @@ def test_the_overview_of_a_recorded_training(api: Api, folder_store: Store) -> N
     assert all(time > DAY for time in overview["grid"]["time_ns"])
 
 
-def test_a_reload_reads_no_statistics_and_a_change_does(api: Api, folder_store: Store) -> None:
-    run_id = judge(api, folder_store, "run-1", healthy, segments=1)
+def test_a_reload_reads_no_statistics_and_a_change_does(api: Api) -> None:
+    run_id = judge(api, "run-1", healthy, segments=1)
     first = api.call("GET", f"{RUN}/overview")
     conditional = {"if-none-match": first.headers["etag"]}
     with pytest.MonkeyPatch.context() as patch:
@@ -302,7 +302,7 @@ def test_a_reload_reads_no_statistics_and_a_change_does(api: Api, folder_store: 
         )
         again = api.call("GET", f"{RUN}/overview", headers=conditional)
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", first.headers["etag"])
-    Recording(folder_store).write(1, 100, 199)  # on the store, and not announced
+    api.driven.recording().write(1, 100, 199)  # on the store, and not announced
     later = api.call("GET", f"{RUN}/overview", headers=conditional)
     assert (later.status_code, later.json()["grid"]["last"]) == (200, 199)
     api.driven.change(RunRow, run_id, state="lost")
@@ -314,10 +314,10 @@ def test_an_unknown_run_has_no_overview(api: Api) -> None:
     assert api.status("GET", f"{PROJECT}/runs/run-1/overview", project="language") == 403
 
 
-def test_the_pages_on_each_database(driven: Driven, folder_store: Store) -> None:
+def test_the_pages_on_each_database(driven: Driven) -> None:
     api = Api.of(driven)
-    judge(api, folder_store, "run-1", nan_from(5), segments=1)
-    judge(api, folder_store, "run-2", healthy, segments=1)
+    judge(api, "run-1", nan_from(5), segments=1)
+    judge(api, "run-2", healthy, segments=1)
     assert api.status("PUT", f"{RUN}/tags", {"tags": ["base"]}) == 200
     for sort in ("created", "name", "state", "step", "ended", "seen", "firing"):
         assert len(names(api, sort=sort)) == 2

@@ -112,8 +112,8 @@ def test_a_process_that_no_launcher_recorded_is_not_bound(api: Api) -> None:
     assert api.call("GET", f"{RUNS}/run-1").json()["job"] is None
 
 
-def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_an_announcement_is_answered_with_the_control_document(api: Api) -> None:
+    recording = api.driven.recording().begin()
     key = recording.write(0, 0, 7, nan_from(5))
     api.call("POST", RUNS, {"run": "run-1"}, role="recorder")
     place = f"{RUNS}/run-1/announcements"
@@ -148,8 +148,8 @@ def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_
     assert api.call("GET", f"{RUNS}/run-1/events?after={events['after']}").json()["events"] == []
 
 
-def test_an_urgent_announcement_is_accepted_once_a_minute(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_an_urgent_announcement_is_accepted_once_a_minute(api: Api) -> None:
+    recording = api.driven.recording().begin()
     api.call("POST", RUNS, {"run": "run-1"}, role="recorder")
     minute = 60 * NANOSECONDS
 
@@ -168,8 +168,8 @@ def test_an_urgent_announcement_is_accepted_once_a_minute(api: Api, folder_store
     assert announced(4, urgent=True) >= first
 
 
-def test_an_operators_stop_is_requested_once(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_an_operators_stop_is_requested_once(api: Api) -> None:
+    recording = api.driven.recording().begin()
     api.call("POST", RUNS, {"run": "run-1"})
     assert api.status("POST", f"{RUNS}/run-1/stop", {}) == 422
     api.driven.judge(1, recording.write(0, 0, 3))
@@ -284,8 +284,8 @@ def test_unusable_rules_are_refused(api: Api, rule: dict[str, Any]) -> None:
     assert "rules.0" in refused.text or "unpaired surrogate" in refused.text
 
 
-def test_health_with_an_unpaired_surrogate_does_not_break_the_run(api: Api, folder_store: Store) -> None:
-    Recording(folder_store).begin()
+def test_health_with_an_unpaired_surrogate_does_not_break_the_run(api: Api) -> None:
+    api.driven.recording().begin()
     api.driven.register()
     place = "/v1/projects/vision/runs/run-1"
     key = SegmentKey(WriterId("a1", "n", "w"), 0, 0, 1)
@@ -301,10 +301,10 @@ def test_health_with_an_unpaired_surrogate_does_not_break_the_run(api: Api, fold
 
 
 @pytest.fixture
-def judged(api: Api, folder_store: Store) -> Api:
+def judged(api: Api) -> Api:
     """run-1 has an alert and a stop request, run-2 is healthy, run-3 has not begun."""
     for name, value in (("run-1", nan_from(5)), ("run-2", exploding_from(1000))):
-        recording = Recording(folder_store, name).begin()
+        recording = api.driven.recording(name).begin()
         run_id = api.driven.register(name)
         api.driven.judge(run_id, recording.write(0, 0, 9, value))
     api.driven.register("run-3")
@@ -345,9 +345,9 @@ def test_alerts_of_a_project_are_filtered(judged: Api) -> None:
     assert alerts("/runs/run-2/alerts") == []
 
 
-def test_alerts_are_found_by_label(api: Api, folder_store: Store) -> None:
+def test_alerts_are_found_by_label(api: Api) -> None:
     rule = {"rule": "non_finite_values", "name": "mine", "labels": {"team": "vision", "tier": "1"}}
-    recording = Recording(folder_store).begin()
+    recording = api.driven.recording().begin()
     api.call("POST", f"{PROJECT}/runs", {"run": "run-1", "rules": [rule]})
     api.driven.judge(1, recording.write(0, 0, 9, nan_from(5)))
     for labels, found in (
@@ -389,12 +389,10 @@ def test_events_of_a_run_and_of_the_project(judged: Api) -> None:
 
 
 RULES = f"{PROJECT}/runs/run-2/rules"
-
-
 MINE = {"rule": "exploding_gradient", "params": {"growth": 7}}
 
 
-def test_an_operator_changes_the_rules_of_a_run(judged: Api, folder_store: Store) -> None:
+def test_an_operator_changes_the_rules_of_a_run(judged: Api) -> None:
     assert {rule["name"] for rule in judged.get(f"{PROJECT}/runs/run-2/rules")["rules"]} == {
         "non_finite_values",
         "exploding_gradient",
@@ -406,7 +404,7 @@ def test_an_operator_changes_the_rules_of_a_run(judged: Api, folder_store: Store
     assert judged.call("GET", f"{RULES}/exploding_gradient").headers["etag"] == put.headers["etag"]
     assert put.headers["etag"] != owners.headers["etag"]
     assert judged.status("PUT", f"{RULES}/spike", {"rule": "loss_spike"}) == 200
-    judged.driven.judge(2, Recording(folder_store, "run-2").write(1, 10, 19))
+    judged.driven.judge(2, judged.driven.recording("run-2").write(1, 10, 19))
     states = {rule["name"]: rule["origin"] for rule in judged.get(f"{PROJECT}/runs/run-2/rules")["rules"]}
     assert states == {"non_finite_values": "owner", "exploding_gradient": "operator", "spike": "operator"}
     assert judged.status("DELETE", f"{RULES}/spike") == 204

@@ -8,8 +8,7 @@ import pytest
 
 from tests.services.api.conftest import Api
 from tests.services.driving import Driven
-from tests.services.recording import Recording, nan_from
-from watchstep.store.store import Store
+from tests.services.recording import nan_from
 
 PROJECT = "/v1/projects/vision"
 RUN = f"{PROJECT}/runs/run-1"
@@ -22,11 +21,11 @@ MINE: dict[str, Any] = {
 }
 
 
-def fired(api: Api, store: Store, role: Any = "recorder", **options: Any) -> int:
+def fired(api: Api, role: Any = "recorder", **options: Any) -> int:
     """A run whose loss is NaN, with a rule of its own; returns its id."""
     answer = api.call("POST", f"{PROJECT}/runs", {"run": "run-1", "rules": [MINE], **options}, role=role)
     assert answer.status_code == 200, answer.text
-    recording = Recording(store).begin()
+    recording = api.driven.recording().begin()
     api.driven.judge(1, recording.write(0, 0, 7, nan_from(5)))
     return 1
 
@@ -37,8 +36,8 @@ def fingerprint(api: Api, name: str = "mine") -> str:
     return str(found)
 
 
-def test_a_silence_is_previewed_created_listed_and_expired(api: Api, folder_store: Store) -> None:
-    fired(api, folder_store)
+def test_a_silence_is_previewed_created_listed_and_expired(api: Api) -> None:
+    fired(api)
     body = {"matchers": ["team=vision", "run=~run-.*"]}
     (alert,) = api.call("POST", f"{PROJECT}/silences/preview", body).json()["alerts"]
     assert (alert["run"], alert["labels"]["name"], alert["labels"]["team"]) == ("run-1", "mine", "vision")
@@ -87,8 +86,8 @@ def test_an_invalid_silence_is_refused(api: Api, change: dict[str, Any], message
     assert (answer.status_code, message in answer.json()["detail"]) == (422, True), answer.text
 
 
-def test_an_alert_is_acknowledged_and_the_acknowledgement_withdrawn(api: Api, folder_store: Store) -> None:
-    run_id = fired(api, folder_store)
+def test_an_alert_is_acknowledged_and_the_acknowledgement_withdrawn(api: Api) -> None:
+    run_id = fired(api)
     place = f"{RUN}/alerts/{fingerprint(api)}"
     assert api.call("GET", place).json()["acknowledgement"] is None
     assert api.status("PUT", f"{place}/acknowledgement", {}, role="viewer") == 403
@@ -100,8 +99,8 @@ def test_an_alert_is_acknowledged_and_the_acknowledgement_withdrawn(api: Api, fo
     assert api.status("GET", f"{RUN}/alerts/none") == 422
 
 
-def test_a_rule_stops_while_an_operator_allows_it(api: Api, folder_store: Store) -> None:
-    run_id = fired(api, folder_store)
+def test_a_rule_stops_while_an_operator_allows_it(api: Api) -> None:
+    run_id = fired(api)
     (would_have,) = [event["data"] for event in api.driven.events(run_id, "stop.would_have")]
     assert would_have["because"] == "not_allowed"
     assert "watchstep rules allow-stop mine --project vision" in would_have["hint"]
@@ -116,7 +115,7 @@ def test_a_rule_stops_while_an_operator_allows_it(api: Api, folder_store: Store)
     assert {rule["name"]: rule["granted_stop"] for rule in api.call("GET", RUN).json()["rules"]}["mine"]
 
     def stops_of(attempt: str) -> list[str]:
-        api.driven.judge(run_id, Recording(folder_store, attempt=attempt).begin().write(0, 0, 7, nan_from(5)))
+        api.driven.judge(run_id, api.driven.recording(attempt=attempt).begin().write(0, 0, 7, nan_from(5)))
         lines = api.call("GET", f"{PROJECT}/audit?run=run-1&attempt={attempt}").json()["entries"]
         return [line["kind"] for line in reversed(lines) if line["who"] == "rule mine"]
 
@@ -148,7 +147,7 @@ def test_rules_with_different_parameters_are_distinguished_by_run_or_digest(api:
     assert again["id"] == grant["id"]
 
 
-def test_an_operator_but_no_recorder_may_allow_stops_at_registration(api: Api, folder_store: Store) -> None:
+def test_an_operator_but_no_recorder_may_allow_stops_at_registration(api: Api) -> None:
     refused = api.call(
         "POST",
         f"{PROJECT}/runs",
@@ -156,7 +155,7 @@ def test_an_operator_but_no_recorder_may_allow_stops_at_registration(api: Api, f
         role="recorder",
     )
     assert refused.status_code == 403
-    run_id = fired(api, folder_store, "operator", allow_stop="my own launch")
+    run_id = fired(api, "operator", allow_stop="my own launch")
     effective = {
         line["who"]: line["data"]["allowed"]["reason"]
         for line in api.call("GET", f"{PROJECT}/audit").json()["entries"]
@@ -166,11 +165,11 @@ def test_an_operator_but_no_recorder_may_allow_stops_at_registration(api: Api, f
     assert len(api.driven.actions(run_id)) == 1
 
 
-def test_the_audit_log_contains_a_stop_from_the_grant_to_the_end(api: Api, folder_store: Store) -> None:
-    run_id = fired(api, folder_store)
+def test_the_audit_log_contains_a_stop_from_the_grant_to_the_end(api: Api) -> None:
+    run_id = fired(api)
     (action,) = api.driven.actions(run_id)
     # The next attempt has begun, and nothing of this one was found since: nothing is there to stop any more.
-    api.driven.judge(run_id, Recording(folder_store, attempt="a2").begin().write(0, 0, 3))
+    api.driven.judge(run_id, api.driven.recording(attempt="a2").begin().write(0, 0, 3))
     api.driven.finish(action.id)
     api.call("POST", f"{RUN}/stop", {"attempt": "a1", "reason": "again"})
     lines = list(reversed(api.call("GET", f"{PROJECT}/audit?run=run-1").json()["entries"]))

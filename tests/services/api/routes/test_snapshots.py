@@ -8,12 +8,13 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from tests.sdk.format.test_snapshot import MemoryStore
 from tests.sdk.reading.saved import save as save_tensors
 from tests.sdk.reading.test_samples import write
 from tests.services.api.conftest import Api
-from tests.services.recording import Recording, damage_from
+from tests.services.recording import damage_from
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.layout import SnapshotKey
 from watchstep.format.samples.samples import MAX_IDS, SampleBatch, encode_batch, encode_object
@@ -36,10 +37,8 @@ def key(step: int, worker: int = 0) -> SnapshotKey:
 
 
 @pytest.fixture
-def recorded(api: Api, folder_store: Store) -> Api:
-    from safetensors.numpy import save
-
-    recording = Recording(folder_store).begin()
+def recorded(api: Api) -> Api:
+    recording = api.driven.recording().begin()
     for step in (5, 10, 15):
         recording.store.put(key(step).path, save({"conv/1.weight": WEIGHT + step, "bias": BIAS}))
     recording.store.put("tensors/notes.txt", b"somebody else's")
@@ -82,11 +81,9 @@ def test_a_page_of_snapshots_builds_no_other_entries(recorded: Api, monkeypatch:
     assert built == [5, 10]
 
 
-def test_the_tensors_of_a_snapshot_are_listed_in_pages(recorded: Api, folder_store: Store) -> None:
-    from safetensors.numpy import save
-
+def test_the_tensors_of_a_snapshot_are_listed_in_pages(recorded: Api) -> None:
     tensors = {f"t{n:03}": np.full(n % 3, n, np.float32) for n in range(205)}
-    Recording(folder_store).store.put(key(20).path, save(tensors))
+    recorded.driven.recording().store.put(key(20).path, save(tensors))
     first = ask(recorded, "/a1/0/20/train")
     assert (len(first.json()["tensors"]), "page_token" in first.headers["link"]) == (100, True)
     names, token = [], ""
@@ -103,9 +100,7 @@ def test_the_tensors_of_a_snapshot_are_listed_in_pages(recorded: Api, folder_sto
         assert ask(recorded, f"/a1/0/20/train?page_token={invalid}").status_code == 422, invalid
 
 
-def test_a_snapshot_has_the_metadata_of_its_writer_only(recorded: Api, folder_store: Store) -> None:
-    from safetensors.numpy import save
-
+def test_a_snapshot_has_the_metadata_of_its_writer_only(recorded: Api) -> None:
     described = {
         "watchstep.missing": "1",
         MISSING_NAMES: '["lost"]',
@@ -113,11 +108,11 @@ def test_a_snapshot_has_the_metadata_of_its_writer_only(recorded: Api, folder_st
         "watchstep.parts": "{}",
     }
     metadata = {"reason": "gate", "large": "x" * 10_000, **described}
-    Recording(folder_store).store.put(key(20).path, save({"w": WEIGHT}, metadata))
+    recorded.driven.recording().store.put(key(20).path, save({"w": WEIGHT}, metadata))
     snapshot = ask(recorded, "/a1/0/20/train").json()
     assert (snapshot["metadata"], snapshot["missing"]) == ({"reason": "gate"}, 1)
     many = {f"k{n}": "v" for n in range(1000)}
-    Recording(folder_store).store.put(key(25).path, save({"w": WEIGHT}, many))
+    recorded.driven.recording().store.put(key(25).path, save({"w": WEIGHT}, many))
     assert len(ask(recorded, "/a1/0/25/train").json()["metadata"]) == 64
 
 
@@ -143,8 +138,6 @@ def test_headers_are_parsed_within_the_memory_for_decoding(
 
 
 def test_an_error_does_not_keep_a_header_in_memory() -> None:
-    from safetensors.numpy import save
-
     def missing(snapshot: Snapshot, _size: int) -> None:
         snapshot.read("nothing")
 
@@ -157,8 +150,6 @@ def test_an_error_does_not_keep_a_header_in_memory() -> None:
 
 
 def test_a_long_header_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from safetensors.numpy import save
-
     store = MemoryStore(save({f"tensor/{n}": BIAS for n in range(2000)}))
     budget = ReadBudget(10, 10)
     length = 8 + int.from_bytes(store.data[:8], "little")
@@ -169,8 +160,8 @@ def test_a_long_header_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.requests == [("size", 0), ("range", 64 * 1024), ("range", length - 64 * 1024)]
 
 
-def test_tensors_of_a_collection_are_listed_and_read(recorded: Api, folder_store: Store) -> None:
-    store = Recording(folder_store).store
+def test_tensors_of_a_collection_are_listed_and_read(recorded: Api) -> None:
+    store = recorded.driven.recording().store
     part = TensorPart((32, 6), (8, 0), is_shard=False)
     save_tensors(store, SnapshotKey("a1", 0, 5, "train", "inputs"), {"bias": WEIGHT}, parts={"bias": part})
     save_tensors(store, SnapshotKey("a1", 0, 5, "eval", "inputs"), {"bias": WEIGHT + 1})
@@ -234,11 +225,9 @@ def test_a_summary_has_its_figures(recorded: Api) -> None:
     assert (figures["min"], figures["max"], figures["mean"]) == (0.0, 1.5, 0.75)
 
 
-def test_a_too_large_response_is_refused_with_a_hint(recorded: Api, folder_store: Store) -> None:
-    from safetensors.numpy import save
-
+def test_a_too_large_response_is_refused_with_a_hint(recorded: Api) -> None:
     small = recorded.with_settings(tensor_mb=1)
-    Recording(folder_store).store.put(key(20).path, save({"big": np.zeros(300_000, np.float64)}))
+    recorded.driven.recording().store.put(key(20).path, save({"big": np.zeros(300_000, np.float64)}))
     refused = ask(small, "/a1/0/20/train/tensor?name=big")
     assert (refused.status_code, "Range" in refused.json()["hint"]) == (413, True)
     assert ask(small, "/a1/0/20/train/summary?name=big").status_code == 413
@@ -267,18 +256,18 @@ def test_what_is_not_there_is_reported(recorded: Api) -> None:
 DAMAGED = [b"", b"\xff" * 7, b"\xff" * 64, b"\x02" + bytes(7) + b"{}x", b"\x04" + bytes(7) + b'{"a"']
 
 
-def test_a_damaged_snapshot_is_reported(recorded: Api, folder_store: Store) -> None:
+def test_a_damaged_snapshot_is_reported(recorded: Api) -> None:
     for content in DAMAGED:
-        Recording(folder_store).store.put(key(5).path, content)
+        recorded.driven.recording().store.put(key(5).path, content)
         for path in ("", "/tensor?name=bias", "/summary?name=bias"):
             answer = ask(recorded, f"/a1/0/5/train{path}")
             assert (answer.status_code, answer.json()["type"]) == (502, "urn:watchstep:problem:damaged"), path
 
 
 @pytest.fixture
-def sampled(api: Api, folder_store: Store) -> Api:
+def sampled(api: Api) -> Api:
     """A run with samples of two workers and two attempts."""
-    store = Recording(folder_store).begin().store
+    store = api.driven.recording().begin().store
     write(
         store, "a1", 0, 10, *(SampleBatch(step, (step, "x" * 1000), "Numbers", 0, step) for step in range(5))
     )
@@ -352,9 +341,9 @@ def test_the_time_is_checked_after_each_batch(folder_store: Store, monkeypatch: 
         _read(folder_store, budget, 3, (None, None), 10)
 
 
-def test_an_alerts_event_names_the_samples(api: Api, folder_store: Store) -> None:
+def test_an_alerts_event_names_the_samples(api: Api) -> None:
     """The event has a command that shows the samples, and its id selects the step of its evidence."""
-    recording = Recording(folder_store).begin()
+    recording = api.driven.recording().begin()
     write(recording.store, "a1", 0, 10, *(SampleBatch(step, (100 + step,)) for step in range(8)))
     run_id = api.driven.register()
     api.driven.judge(run_id, recording.write(0, 0, 7, damage_from(5)))

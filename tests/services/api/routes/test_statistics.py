@@ -40,8 +40,8 @@ ARROW = {"accept": "application/vnd.apache.arrow.stream"}
 
 
 @pytest.fixture
-def recorded(api: Api, folder_store: Store) -> Api:
-    recording = Recording(folder_store).begin()
+def recorded(api: Api) -> Api:
+    recording = api.driven.recording().begin()
     for seq in range(3):
         recording.write(seq, seq * 100, seq * 100 + 99, exploding_from(200))
     api.driven.register()
@@ -95,8 +95,8 @@ def binned(recorded: Api, folder_store: Store, points: int) -> None:
         assert mean == pytest.approx(chosen.mean())
 
 
-def test_non_finite_values_are_counted_and_null(api: Api, folder_store: Store) -> None:
-    Recording(folder_store).begin().write(0, 0, 9, nan_from(5))
+def test_non_finite_values_are_counted_and_null(api: Api) -> None:
+    api.driven.recording().begin().write(0, 0, 9, nan_from(5))
     api.driven.register()
     (line,) = get(api, "series", tensor="loss", figure="mean", points=2)["lines"]
     assert line["nonfinite"] == [0, 5]
@@ -370,9 +370,9 @@ def test_queries_of_all_projects_leave_threads_for_other_requests() -> None:
         pass
 
 
-def test_new_data_is_visible(recorded: Api, folder_store: Store) -> None:
+def test_new_data_is_visible(recorded: Api) -> None:
     assert get(recorded, "series", tensor="loss", figure="mean")["lines"][0]["last_step"][-1] == STEPS - 1
-    Recording(folder_store).write(3, STEPS, STEPS + 9)
+    recorded.driven.recording().write(3, STEPS, STEPS + 9)
     assert get(recorded, "series", tensor="loss", figure="mean")["lines"][0]["last_step"][-1] == STEPS + 9
 
 
@@ -433,9 +433,9 @@ def misnamed(recording: Recording, seq: int) -> SegmentKey:
 
 @pytest.mark.parametrize("damage", [damaged_counts, misnamed])
 def test_segments_that_the_evaluator_rejects_are_in_no_response(
-    api: Api, folder_store: Store, damage: Callable[[Recording, int], SegmentKey]
+    api: Api, damage: Callable[[Recording, int], SegmentKey]
 ) -> None:
-    recording = Recording(folder_store).begin()
+    recording = api.driven.recording().begin()
     good, bad = recording.write(0, 0, 99), damage(recording, 1)
     run_id = api.driven.register()
     shown = "SELECT max(step), sum(zero) >= 0 FROM statistics"
@@ -465,8 +465,8 @@ def test_tensors_that_deviate_at_an_onset_are_evidence(recorded: Api) -> None:
     assert get(recorded, "deviations", attempt="a1", step=150)["deviations"] == []
 
 
-def test_steps_that_a_later_attempt_repeated_are_no_evidence(recorded: Api, folder_store: Store) -> None:
-    again = Recording(folder_store, attempt="a2")
+def test_steps_that_a_later_attempt_repeated_are_no_evidence(recorded: Api) -> None:
+    again = recorded.driven.recording(attempt="a2")
     again.write(0, 150, 250, taken_ns=10**12)
     found = get(recorded, "deviations", attempt="a1", step=200)
     assert (found["deviations"], found["superseded"]) == ([], True)

@@ -43,8 +43,8 @@ COMPARISON = "/v1/projects/vision/comparison"
 
 
 @pytest.fixture
-def recorded(api: Api, folder_store: Store) -> Api:
-    recording = Recording(folder_store).begin()
+def recorded(api: Api) -> Api:
+    recording = api.driven.recording().begin()
     for seq in range(3):
         recording.write(seq, seq * 40, seq * 40 + 39, exploding_from(100))
     api.driven.register(rules=RULES)
@@ -87,8 +87,8 @@ def test_a_heatmap_with_its_module_tree(recorded: Api, run: Run) -> None:
     assert (few["tensors"], few["left_out"]) == ([FIRST], 1)
 
 
-def test_nonfinite_elements_of_a_heatmap(api: Api, folder_store: Store) -> None:
-    Recording(folder_store).begin().write(0, 0, 9, nan_from(5))
+def test_nonfinite_elements_of_a_heatmap(api: Api) -> None:
+    api.driven.recording().begin().write(0, 0, 9, nan_from(5))
     api.driven.register()
     heatmap = get(api, "heatmap", tensor="loss", figure="mean", points=2)
     assert heatmap["nonfinite"] == {"row": [0], "column": [1], "count": [5]}
@@ -250,7 +250,7 @@ def test_thresholds_of_the_rules_that_judge_a_tensor(recorded: Api) -> None:
     ],
 )
 def test_unchanged_views_read_no_statistics(
-    recorded: Api, folder_store: Store, monkeypatch: pytest.MonkeyPatch, what: str, parameters: dict[str, Any]
+    recorded: Api, monkeypatch: pytest.MonkeyPatch, what: str, parameters: dict[str, Any]
 ) -> None:
     first = call(recorded, what, **parameters)
     with monkeypatch.context() as patch:
@@ -259,7 +259,7 @@ def test_unchanged_views_read_no_statistics(
         assert (again.status_code, again.content) == (304, b"")
         assert again.headers["etag"] == first.headers["etag"]
         assert call(recorded, what, **parameters).content == first.content
-    Recording(folder_store).write(3, STEPS, STEPS + 9, exploding_from(100))
+    recorded.driven.recording().write(3, STEPS, STEPS + 9, exploding_from(100))
     new = call(recorded, what, {"if-none-match": first.headers["etag"]}, **parameters)
     assert new.status_code == 200
     assert new.headers["etag"] != first.headers["etag"]
@@ -317,9 +317,9 @@ def test_the_memory_of_cached_views_is_bounded() -> None:
     assert cache.get("large") is None
 
 
-def record(api: Api, store: Store, run: str, value: Value, *, seconds: float = 0) -> None:
+def record(api: Api, run: str, value: Value, *, seconds: float = 0) -> None:
     """A run of 200 steps in two segments."""
-    recording = Recording(store, run).begin()
+    recording = api.driven.recording(run).begin()
     for seq in range(2):
         recording.write(seq, seq * 100, seq * 100 + 99, value, taken_ns=int(seconds * 1e9))
     api.driven.register(run)
@@ -330,10 +330,10 @@ def compare(api: Api, **parameters: Any) -> Any:
 
 
 @pytest.fixture
-def three_runs(api: Api, folder_store: Store) -> Api:
-    record(api, folder_store, "base", exploding_from(1000))
-    record(api, folder_store, "same", exploding_from(1000), seconds=3600)
-    record(api, folder_store, "late", exploding_from(150))
+def three_runs(api: Api) -> Api:
+    record(api, "base", exploding_from(1000))
+    record(api, "same", exploding_from(1000), seconds=3600)
+    record(api, "late", exploding_from(150))
     return api
 
 
@@ -378,12 +378,10 @@ def test_the_first_difference_of_each_tensor_is_named(three_runs: Api) -> None:
     assert compare(three_runs, runs="base,late", divergence="false")["divergences"] == []
 
 
-def test_runs_without_data_losses_or_a_readable_document_are_shown_with_the_problem(
-    three_runs: Api, folder_store: Store
-) -> None:
+def test_runs_without_data_losses_or_a_readable_document_are_shown_with_the_problem(three_runs: Api) -> None:
     three_runs.driven.register("empty")
-    record(three_runs, folder_store, "nan", nan_from(5))
-    damaged = Recording(folder_store, "damaged").begin()
+    record(three_runs, "nan", nan_from(5))
+    damaged = three_runs.driven.recording("damaged").begin()
     three_runs.driven.register("damaged")
     damaged.store.put("run.json", b"{")
     answer = compare(three_runs, runs="base,empty,nan,damaged")
@@ -432,9 +430,9 @@ def test_differing_settings_are_listed(api: Api, folder_store: Store) -> None:
     ]
 
 
-def test_hostile_numbers_are_shown(api: Api, folder_store: Store) -> None:
+def test_hostile_numbers_are_shown(api: Api) -> None:
     """An integer that no float represents, and times at both ends of 64 bits."""
-    recordings = [Recording(folder_store, run).begin() for run in ("base", "hostile")]
+    recordings = [api.driven.recording(run).begin() for run in ("base", "hostile")]
     document = RunDocument("vision", "hostile", 1, config={"seed": 10**400})
     recordings[1].store.put("run.json", documents.encode(document))
     for recording in recordings:

@@ -12,7 +12,7 @@ from sqlalchemy import select
 
 from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres
-from tests.services.recording import PROJECT, Recording, healthy, nan_from
+from tests.services.recording import PROJECT, healthy, nan_from
 from watchstep.store.store import Store
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.clock import replace_clock
@@ -53,12 +53,12 @@ def standing(database: Database, folder_store: Store) -> Driven:
     return Driven(make_service(with_standing_clock(database), folder_store))
 
 
-def runs(standing: Driven, store: Store, *states: dict[str, Any]) -> list[int]:
+def runs(standing: Driven, *states: dict[str, Any]) -> list[int]:
     """Runs, each with rows of its table; ``ago`` is how many seconds each has been due, ``leased`` it is held for, and ``urgent`` it
     has been urgent for."""
     ids = []
     for number, state in enumerate(states):
-        Recording(store, run=f"run-{number}").begin()
+        standing.recording(run=f"run-{number}").begin()
         ids.append(standing.register(f"run-{number}"))
         standing.change(
             RunRow,
@@ -76,20 +76,17 @@ def taken(standing: Driven, asked: int) -> int | None:
     return None if held is None else held.run_id
 
 
-def test_what_has_been_due_for_longest_is_taken_first(standing: Driven, folder_store: Store) -> None:
-    newest, oldest, middle = runs(
-        standing, folder_store, {"ago": 1}, {"ago": 3, "cached_by": "mine"}, {"ago": 2}
-    )
+def test_what_has_been_due_for_longest_is_taken_first(standing: Driven) -> None:
+    newest, oldest, middle = runs(standing, {"ago": 1}, {"ago": 3, "cached_by": "mine"}, {"ago": 2})
     assert [taken(standing, newest) for _ in range(4)] == [oldest, middle, newest, None]
 
 
 def test_what_another_worker_holds_is_left_to_it_for_as_long_as_a_message_is_waited_for(
-    standing: Driven, folder_store: Store
+    standing: Driven,
 ) -> None:
     late = (MESSAGE_NS + KEPT_NS) / NANOSECONDS
     fresh, mine, forgotten = runs(
         standing,
-        folder_store,
         {"ago": AFFINITY_NS / NANOSECONDS / 2, "cached_by": "other"},
         {"ago": 1, "cached_by": "mine"},
         {"ago": late, "cached_by": "other"},
@@ -98,11 +95,10 @@ def test_what_another_worker_holds_is_left_to_it_for_as_long_as_a_message_is_wai
     assert taken(standing, fresh) == fresh
 
 
-def test_two_workers_that_are_behind_are_behind_by_as_much(standing: Driven, folder_store: Store) -> None:
+def test_two_workers_that_are_behind_are_behind_by_as_much(standing: Driven) -> None:
     """The worker with less work takes the oldest runs of the other one: no stop waits much longer than the others."""
     mine, oldest, old = runs(
         standing,
-        folder_store,
         {"ago": 20, "cached_by": "mine"},
         {"ago": 30, "cached_by": "other"},
         {"ago": 24, "cached_by": "other"},
@@ -110,13 +106,10 @@ def test_two_workers_that_are_behind_are_behind_by_as_much(standing: Driven, fol
     assert [taken(standing, mine) for _ in range(3)] == [oldest, mine, old]
 
 
-def test_a_run_whose_worker_died_goes_first_once_its_lease_is_over(
-    standing: Driven, folder_store: Store
-) -> None:
+def test_a_run_whose_worker_died_goes_first_once_its_lease_is_over(standing: Driven) -> None:
     late = 2 * MESSAGE_NS / NANOSECONDS
     stuck, mine = runs(
         standing,
-        folder_store,
         {"ago": late, "cached_by": "dead", "leased": 3600},
         {"ago": 1, "cached_by": "mine"},
     )
@@ -129,13 +122,10 @@ def test_a_run_whose_worker_died_goes_first_once_its_lease_is_over(
     assert taken(standing, mine) == stuck
 
 
-def test_where_all_wait_a_worker_keeps_to_what_it_holds_but_leaves_nothing_for_ever(
-    standing: Driven, folder_store: Store
-) -> None:
+def test_where_all_wait_a_worker_keeps_to_what_it_holds_but_leaves_nothing_for_ever(standing: Driven) -> None:
     late = (MESSAGE_NS + KEPT_NS) / NANOSECONDS
     others, longest, mine = runs(
         standing,
-        folder_store,
         {"ago": late + 1, "cached_by": "other"},
         {"ago": 2 * late, "cached_by": "dead"},
         {"ago": late, "cached_by": "mine"},
@@ -143,13 +133,10 @@ def test_where_all_wait_a_worker_keeps_to_what_it_holds_but_leaves_nothing_for_e
     assert [taken(standing, others) for _ in range(4)] == [longest, mine, others, None]
 
 
-def test_where_something_sudden_happened_goes_before_what_has_not_waited_far_longer(
-    standing: Driven, folder_store: Store
-) -> None:
+def test_where_something_sudden_happened_goes_before_what_has_not_waited_far_longer(standing: Driven) -> None:
     ahead, short = AHEAD_NS / NANOSECONDS, URGENT_NS / NANOSECONDS
     waited, urgent, longest, past = runs(
         standing,
-        folder_store,
         {"ago": ahead - 1, "cached_by": "mine"},
         {"ago": 1, "cached_by": "mine", "urgent": 1},
         {"ago": ahead + 3, "cached_by": "mine"},
@@ -158,12 +145,10 @@ def test_where_something_sudden_happened_goes_before_what_has_not_waited_far_lon
     assert [taken(standing, past) for _ in range(5)] == [longest, urgent, waited, past, None]
 
 
-def test_a_message_about_one_run_has_the_bad_step_of_another_judged(
-    standing: Driven, folder_store: Store
-) -> None:
+def test_a_message_about_one_run_has_the_bad_step_of_another_judged(standing: Driven) -> None:
     standing = Driven(replace(standing.service, worker="mine"))
-    bad = Recording(folder_store, run="bad").begin()
-    good = Recording(folder_store, run="good").begin()
+    bad = standing.recording(run="bad").begin()
+    good = standing.recording(run="good").begin()
     bad_id, good_id = standing.register("bad"), standing.register("good")
     standing.announce(bad_id, bad.write(0, 0, 7, nan_from(5)))
     standing.announce(good_id, good.write(0, 0, 7, healthy))
@@ -183,7 +168,7 @@ def test_a_run_that_is_being_written_keeps_nobody_from_the_others(
         database = with_standing_clock(open_database(url))
         upgrade(database)
         standing = Driven(make_service(database, folder_store))
-        written, other = runs(standing, folder_store, {"ago": late + 1}, {"ago": late})
+        written, other = runs(standing, {"ago": late + 1}, {"ago": late})
         with database.write() as paused:
             paused.execute(select(RunRow.id).where(RunRow.id == written).with_for_update()).one()
             assert set(find_due(standing.service).runs) == {written, other}
@@ -196,10 +181,10 @@ def test_a_run_that_is_being_written_keeps_nobody_from_the_others(
 
 
 @pytest.fixture
-def run_id(driven: Driven, folder_store: Store) -> int:
+def run_id(driven: Driven) -> int:
     """A run with two attempts, one segment that was read in each, and segments that were not."""
     run_id = driven.register()
-    recordings = [Recording(folder_store, attempt=attempt).begin() for attempt in ("a1", "a2")]
+    recordings = [driven.recording(attempt=attempt).begin() for attempt in ("a1", "a2")]
     for recording in recordings:
         driven.judge(run_id, recording.write(0, 0, 3, nan_from(2)))
     for recording in recordings:
@@ -262,9 +247,8 @@ def columns(row: Attempt) -> dict[str, Any]:
     return {column.key: getattr(row, column.key) for column in Attempt.__table__.columns}
 
 
-def test_many_workers_judge_every_segment_once(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+def test_many_workers_judge_every_segment_once(driven: Driven) -> None:
+    recording, run_id = driven.begin()
     written = threading.Event()
 
     def record() -> None:

@@ -11,7 +11,7 @@ from sqlalchemy import select
 
 from tests.rules.custom.test_sql_rule import ENDLESS
 from tests.services.driving import Driven, make_service
-from tests.services.recording import Recording, nan_from
+from tests.services.recording import nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
@@ -50,33 +50,33 @@ class Line(NullNotifier):
         self.waiting.append(run_id)
 
 
-def small(store: Store, driven: Driven, number: int) -> int:
-    recording = Recording(store, run=f"small-{number}").begin()
+def small(driven: Driven, number: int) -> int:
+    recording = driven.recording(run=f"small-{number}").begin()
     run_id = driven.register(recording.run)
     driven.announce(run_id, recording.write(0, 0, 0))
     return run_id
 
 
-def huge(store: Store, driven: Driven) -> int:
-    recording = Recording(store, run="huge").begin()
+def huge(driven: Driven) -> int:
+    recording = driven.recording(run="huge").begin()
     recording.write_all(range(SEGMENTS))
     run_id = driven.register("huge")
     driven.announce(run_id, *recording.written["w0"])
     return run_id
 
 
-def test_a_huge_run_delays_others_by_one_slice(driven_sqlite: Driven, folder_store: Store) -> None:
+def test_a_huge_run_delays_others_by_one_slice(driven_sqlite: Driven) -> None:
     line = Line()
     driven = Driven(
         replace(driven_sqlite.with_settings(max_segments=SLICE).service, notifier=line),
     )
-    much = huge(folder_store, driven)
+    much = huge(driven)
     line.run_changed(much)
     turns: list[int] = []
     came: dict[int, int] = {}
     for number in range(4 * SEGMENTS // SLICE):
         if number % 3 == 0 and number < SEGMENTS // SLICE:  # others come at any time
-            run_id = small(folder_store, driven, number)
+            run_id = small(driven, number)
             line.run_changed(run_id)
             came[run_id] = len(turns)
         if not line.waiting:
@@ -89,9 +89,8 @@ def test_a_huge_run_delays_others_by_one_slice(driven_sqlite: Driven, folder_sto
         assert turns[before : turns.index(run_id)].count(much) <= 1
 
 
-def test_a_hint_while_a_run_is_held_is_told_to_its_holder(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+def test_a_hint_while_a_run_is_held_is_told_to_its_holder(driven: Driven) -> None:
+    recording, run_id = driven.begin()
     driven.announce(run_id, recording.write(0, 0, 3))
     later = recording.write(1, 4, 7)
 
@@ -171,7 +170,7 @@ def test_an_evaluation_with_a_slow_rule_ends_and_defers_its_project(
         RuleConfig(rule="non_finite_values"),
     )
     driven = Driven(make_service(database, folder_store, rules, rule_seconds=FREE_SECONDS + 0.5))
-    _, run_id = driven.record(folder_store, nan_from(5), last=9)
+    _, run_id = driven.record(nan_from(5), last=9)
     assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
     with database.read() as session:
         until, now = session.execute(select(Project.deferred_until_ns, now_ns())).one()
@@ -224,10 +223,8 @@ def test_usual_evaluations_defer_less_than_an_urgent_run_is_ahead(driven: Driven
     assert deferred_for(driven, "vision") > USUAL_LONGEST_NS + 60 * NANOSECONDS  # which shortens no deferral
 
 
-def test_a_stop_does_not_wait_for_evaluations(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Recording(folder_store).begin(on_stop="ignore").write(0, 0, 7)
+def test_a_stop_does_not_wait_for_evaluations(driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    driven_sqlite.recording().begin(on_stop="ignore").write(0, 0, 7)
     run_id = driven_sqlite.register()
     driven_sqlite.discover(run_id)
     with driven_sqlite.service.database.write() as session:

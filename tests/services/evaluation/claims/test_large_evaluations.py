@@ -18,7 +18,6 @@ from watchstep_services.core.failpoints import listening
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.models import RunRow
 from watchstep_services.evaluation import collect, context
-from watchstep_services.evaluation import collect as collecting
 from watchstep_services.evaluation import evaluate as evaluating
 from watchstep_services.evaluation.unfinished_reads import CAREFUL, CONDEMNED
 from watchstep_services.runs.claim import Claim, claim, claim_longest_due, release, take_turn, wait_for_turn
@@ -75,22 +74,21 @@ def test_the_turn_of_a_process_that_died_ends_with_its_lease(driven: Driven) -> 
 
 
 def test_a_run_that_waits_for_its_turn_reads_its_segments_once(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven_sqlite.register()
+    recording, run_id = driven_sqlite.begin()
     driven_sqlite.announce(run_id, recording.write(0, 0, 4, nan_from(0)))
     other = due_since(driven_sqlite, "vision", "other", 1.0)
     in_turn = claimed(driven_sqlite, other)
     assert take_turn(driven_sqlite.service.database, in_turn)
-    monkeypatch.setattr(collecting, "LARGE_ROWS", 1)
+    monkeypatch.setattr(collect, "LARGE_ROWS", 1)
     fetched: list[str] = []
 
     def fetch(run_store: Store, key: SegmentKey) -> bytes:
         fetched.append(key.path)
         return run_store.get(key.path)
 
-    monkeypatch.setattr(collecting, "fetch", fetch)
+    monkeypatch.setattr(collect, "fetch", fetch)
     for _ in range(3):
         assert driven_sqlite.evaluate(run_id).outcome == "idle"
     assert len(fetched) == 1
@@ -100,23 +98,22 @@ def test_a_run_that_waits_for_its_turn_reads_its_segments_once(
 
 
 def test_an_evaluation_reads_up_to_a_number_of_rows_and_the_next_ones_read_the_rest(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording = Recording(folder_store).begin()
+    recording, run_id = driven_sqlite.begin()
     recording.write_all([1, 3, 5, 7, 9])
-    run_id = driven_sqlite.register()
     driven_sqlite.announce(run_id, *recording.written["w0"])
-    monkeypatch.setattr(collecting, "LARGE_ROWS", 1)
+    monkeypatch.setattr(collect, "LARGE_ROWS", 1)
     assert [driven_sqlite.evaluate(run_id).more for _ in range(5)] == [True, True, True, True, False]
     assert driven_sqlite.run(run_id).last_step == 9
 
 
 def test_a_large_evaluation_is_postponed_while_another_goes_on_and_then_done(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = []
     for name in ("first", "second"):
-        recording = Recording(folder_store, run=name).begin()
+        recording = driven_sqlite.recording(run=name).begin()
         runs.append(driven_sqlite.register(name))
         driven_sqlite.announce(runs[-1], recording.write(0, 0, 4, nan_from(0)))
     first, second = runs
@@ -128,7 +125,7 @@ def test_a_large_evaluation_is_postponed_while_another_goes_on_and_then_done(
         return judge_all(*inputs)
 
     monkeypatch.setattr(_JUDGE_ALL, judge_beside)
-    monkeypatch.setattr(collecting, "LARGE_ROWS", 1)
+    monkeypatch.setattr(collect, "LARGE_ROWS", 1)
     assert driven_sqlite.evaluate(first).outcome == "committed"
     assert outcomes == ["idle"]
     assert driven_sqlite.run(second).last_step == -1
@@ -160,13 +157,12 @@ def test_projects_that_wait_for_a_large_evaluation_take_turns(monkeypatch: pytes
 
 
 def test_a_large_evaluation_is_left_to_the_next_process_if_this_one_ends(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     driven.announce(run_id, recording.write(0, 0, 4, nan_from(0)))
     with monkeypatch.context() as patch:
-        patch.setattr(collecting, "LARGE_ROWS", 1)
+        patch.setattr(collect, "LARGE_ROWS", 1)
         driven.service.stopping.set()
         assert driven.evaluate(run_id).outcome == "idle"
     run = driven.run(run_id)
@@ -174,23 +170,21 @@ def test_a_large_evaluation_is_left_to_the_next_process_if_this_one_ends(
     assert next_due(driven, run_id) is not None
 
 
-def test_a_usual_evaluation_is_finished_while_the_process_ends(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+def test_a_usual_evaluation_is_finished_while_the_process_ends(driven: Driven) -> None:
+    recording, run_id = driven.begin()
     driven.announce(run_id, recording.write(0, 0, 4, nan_from(0)))
     driven.service.stopping.set()
     assert driven.evaluate(run_id).outcome == "committed"
 
 
 def test_many_rows_for_many_rules_take_the_turn(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven_sqlite.register()
+    recording, run_id = driven_sqlite.begin()
     driven_sqlite.announce(run_id, recording.write(0, 0, 4, nan_from(0)))
     in_turn = claimed(driven_sqlite, due_since(driven_sqlite, "vision", "other", 1.0))
     assert take_turn(driven_sqlite.service.database, in_turn)
-    monkeypatch.setattr(collecting, "SEVERAL_ROWS", 1)
+    monkeypatch.setattr(collect, "SEVERAL_ROWS", 1)
     assert driven_sqlite.evaluate(run_id).outcome == "committed"
     driven_sqlite.announce(run_id, recording.write(1, 5, 9, nan_from(0)))
     monkeypatch.setattr(evaluating, "_LARGE_PRODUCT", 10)
@@ -230,9 +224,9 @@ class Workers:
 
 
 @pytest.fixture
-def workers(driven: Driven, folder_store: Store) -> Any:
+def workers(driven: Driven) -> Any:
     """Workers on a run; a dead one reaches the database no more."""
-    Recording(folder_store).begin()
+    driven.recording().begin()
     found = Workers(driven, driven.register())
 
     def refuse(_connection: object) -> None:
@@ -352,9 +346,8 @@ def test_a_segment_is_blamed_for_deaths_in_a_row_alone(
     assert set(workers.driven.segments(workers.run_id).values()) == {"read"}
 
 
-def test_an_ordinary_evaluation_notes_nothing(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+def test_an_ordinary_evaluation_notes_nothing(driven: Driven) -> None:
+    recording, run_id = driven.begin()
     driven.announce(run_id, *write(recording, 3, nan_from(9)))
     with statements(driven.service.database) as executed:
         driven.settle(run_id)

@@ -17,7 +17,7 @@ from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Attempt, PinnedBaseline, RunSummaryRow
 from watchstep_services.evaluation.journal import unwritten, write_journal
-from watchstep_services.retention import upkeep
+from watchstep_services.retention import delete_rows, upkeep
 from watchstep_services.runs import claim as claiming
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import advance_run
@@ -177,8 +177,6 @@ def test_a_deliberate_change_becomes_part_of_the_baseline(compared: Driven, fold
 
 
 def test_a_run_that_is_deleted_leaves_no_summary(compared: Driven, folder_store: Store) -> None:
-    from watchstep_services.retention import delete_rows
-
     ids = [recorded(compared, folder_store, f"sound-{number}") for number in range(4)]
     with compared.service.database.write() as session:
         for run_id in ids:

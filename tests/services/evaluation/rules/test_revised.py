@@ -53,13 +53,13 @@ def driven(sqlite: Database, folder_store: Store, receiver: HttpServer) -> Drive
     return Driven(replace(service, receiver_file=ReceiverFile.model_validate(asked)))
 
 
-def begin(driven: Driven, store: Store) -> tuple[Recording, int]:
-    return Recording(store).begin(world_size=2), driven.register()
+def begin(driven: Driven) -> tuple[Recording, int]:
+    return driven.recording().begin(world_size=2), driven.register()
 
 
-def one_after_the_other(driven: Driven, store: Store) -> tuple[Recording, int]:
+def one_after_the_other(driven: Driven) -> tuple[Recording, int]:
     """Each rank is judged before the next one's rows come."""
-    recording, run_id = begin(driven, store)
+    recording, run_id = begin(driven)
     for worker, value in enumerate((reduced, culprit)):
         driven.judge(run_id, recording.write(0, 0, 7, value, worker))
     return recording, run_id
@@ -81,10 +81,8 @@ LOSS_OF_RANK_1 = (5, 1, "loss")
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_comes_in_one_evaluation_is_one_event_that_names_the_cause(
-    driven: Driven, folder_store: Store, first: int
-) -> None:
-    recording, run_id = begin(driven, folder_store)
+def test_what_comes_in_one_evaluation_is_one_event_that_names_the_cause(driven: Driven, first: int) -> None:
+    recording, run_id = begin(driven)
     keys: dict[int, SegmentKey] = {
         worker: recording.write(0, 0, 7, value, worker) for worker, value in enumerate((reduced, culprit))
     }
@@ -96,15 +94,15 @@ def test_what_comes_in_one_evaluation_is_one_event_that_names_the_cause(
         5,
         "loss: a loss; worker 1, mode train",
     )
-    (stop,) = [action for action in driven.actions(run_id) if action.kind == "stop"]
+    (stop,) = driven.actions(run_id, "stop")
     assert "elements of loss" in stop.payload["reason"]
     assert about({"finding": driven.alerts(run_id)["non_finite_values"][2]}) == LOSS_OF_RANK_1
 
 
 def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
-    driven: Driven, folder_store: Store, sqlite: Database
+    driven: Driven, sqlite: Database
 ) -> None:
-    recording, run_id = begin(driven, folder_store)
+    recording, run_id = begin(driven)
     teller = ConsoleOutput(sqlite)
     driven.judge(run_id, recording.write(0, 0, 7, reduced))
     assert len(flush_due(driven.service)) == 1
@@ -138,7 +136,7 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
 
     assert flush_due(driven.service) == []
     assert [action.id for action in driven.actions(run_id)] == actions
-    (stop,) = [action for action in driven.actions(run_id) if action.kind == "stop"]
+    (stop,) = driven.actions(run_id, "stop")
     assert "gradient" in stop.payload["reason"]  # what was known when it was asked for
     lines = teller.new_lines()
     assert lines[0] == (
@@ -147,10 +145,8 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
     assert lines[2] == "  where   loss: a loss; worker 1, mode train"
 
 
-def test_a_notification_that_was_not_sent_yet_names_the_cause(
-    driven: Driven, folder_store: Store, receiver: HttpServer
-) -> None:
-    one_after_the_other(driven, folder_store)
+def test_a_notification_that_was_not_sent_yet_names_the_cause(driven: Driven, receiver: HttpServer) -> None:
+    one_after_the_other(driven)
     (action,) = flush_due(driven.service)
     assert driven.finish(action).state == "done"
     (notified,) = receiver.events
@@ -160,13 +156,13 @@ def test_a_notification_that_was_not_sent_yet_names_the_cause(
 def test_a_dry_run_is_revised_as_a_record(sqlite: Database, folder_store: Store) -> None:
     dry = RULE.model_copy(update={"dry_run": True})
     driven = Driven(make_service(sqlite, folder_store, [dry]))
-    _, run_id = one_after_the_other(driven, folder_store)
+    _, run_id = one_after_the_other(driven)
     assert driven.event_types(run_id)[1:] == ["alert.firing", "stop.would_have", "alert.revised"]
     assert driven.actions(run_id) == []
 
 
-def test_a_backtest_names_what_was_named_in_the_end(driven: Driven, folder_store: Store) -> None:
-    recording, _ = one_after_the_other(driven, folder_store)
+def test_a_backtest_names_what_was_named_in_the_end(driven: Driven) -> None:
+    recording, _ = one_after_the_other(driven)
     (attempt,) = backtest_run(open_run(recording.store), [RULE]).attempts
     (fired,) = attempt.outcomes[0].fired
     assert fired.finding is not None

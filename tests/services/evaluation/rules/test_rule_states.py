@@ -42,10 +42,8 @@ def release(driven: Driven, run_id: int) -> None:
     driven.change(RunRow, run_id, lease_until_ns=0)
 
 
-def test_an_evaluation_at_which_nothing_happens_asks_three_times(
-    driven: Driven, folder_store: Store, database: Database
-) -> None:
-    recording, run_id = Recording(folder_store).begin(), driven.register()
+def test_an_evaluation_at_which_nothing_happens_asks_three_times(driven: Driven, database: Database) -> None:
+    recording, run_id = driven.begin()
     asked = []
     for seq in range(5):
         step(driven, run_id, recording, seq)
@@ -59,9 +57,9 @@ def test_an_evaluation_at_which_nothing_happens_asks_three_times(
     assert set(driven.segments(run_id).values()) == {"read"}
 
 
-def test_what_another_process_found_meanwhile_counts(driven: Driven, folder_store: Store) -> None:
+def test_what_another_process_found_meanwhile_counts(driven: Driven) -> None:
     other = driven.restarted()
-    recording, run_id = Recording(folder_store).begin(), driven.register(rules=[NAN_RULE])
+    recording, run_id = driven.begin(rules=[NAN_RULE])
     for seq, turn in enumerate((driven, driven, other, driven)):
         step(turn, run_id, recording, seq, nan_from(8))
         turn.settle(run_id)
@@ -69,8 +67,8 @@ def test_what_another_process_found_meanwhile_counts(driven: Driven, folder_stor
     assert driven.alerts(run_id)["mine"][:2] == ("firing", 13)
 
 
-def test_a_process_whose_commit_was_lost_asks_the_database(driven: Driven, folder_store: Store) -> None:
-    recording, run_id = Recording(folder_store).begin(), driven.register(rules=[NAN_RULE])
+def test_a_process_whose_commit_was_lost_asks_the_database(driven: Driven) -> None:
+    recording, run_id = driven.begin(rules=[NAN_RULE])
     for seq in range(2):
         step(driven, run_id, recording, seq, nan_from(4))
         driven.settle(run_id)
@@ -88,24 +86,22 @@ def test_a_process_whose_commit_was_lost_asks_the_database(driven: Driven, folde
     driven.settle(run_id)
     assert driven.alerts(run_id)["mine"][:2] == ("firing", 9)
     assert [held[2] for held in driven.memories()] == [
-        held[2] for held in _judged_by_one_that_forgets(driven, folder_store)
+        held[2] for held in _judged_by_one_that_forgets(driven)
     ]
 
 
-def _judged_by_one_that_forgets(driven: Driven, folder_store: Store) -> list[tuple[int, str, str, int]]:
+def _judged_by_one_that_forgets(driven: Driven) -> list[tuple[int, str, str, int]]:
     before = len(driven.memories())
-    recording, run_id = (
-        Recording(folder_store, run="run-2").begin(),
-        driven.register("run-2", rules=[NAN_RULE]),
-    )
+    recording = driven.recording(run="run-2").begin()
+    run_id = driven.register("run-2", rules=[NAN_RULE])
     for seq in range(3):
         step(driven, run_id, recording, seq, nan_from(4))
         driven.restarted().settle(run_id)
     return driven.memories()[before:]
 
 
-def test_one_that_was_taken_over_while_it_judged_writes_nothing(driven: Driven, folder_store: Store) -> None:
-    recording, run_id = Recording(folder_store).begin(), driven.register()
+def test_one_that_was_taken_over_while_it_judged_writes_nothing(driven: Driven) -> None:
+    recording, run_id = driven.begin()
     for seq in range(3):
         step(driven, run_id, recording, seq)
         driven.settle(run_id)
@@ -132,11 +128,9 @@ def test_one_that_was_taken_over_while_it_judged_writes_nothing(driven: Driven, 
 
 
 @pytest.mark.parametrize("how", ["put", "removed", "registered"])
-def test_a_rule_config_that_changes_judges_from_the_next_rows_on(
-    how: str, driven: Driven, folder_store: Store
-) -> None:
+def test_a_rule_config_that_changes_judges_from_the_next_rows_on(how: str, driven: Driven) -> None:
     mine = NAN_RULE.model_copy(update={"hold": RuleConfig(rule="non_finite_values").hold})
-    recording, run_id = Recording(folder_store).begin(), driven.register(rules=[NAN_RULE])
+    recording, run_id = driven.begin(rules=[NAN_RULE])
     for seq in range(3):
         step(driven, run_id, recording, seq)
         driven.settle(run_id)
@@ -166,8 +160,8 @@ def rows_of(session: Any, run_id: int) -> list[RuleConfigRow]:
     return list(session.execute(select(RuleConfigRow).filter_by(run_id=run_id)).scalars())
 
 
-def test_registering_again_without_a_change_disturbs_nobody(driven: Driven, folder_store: Store) -> None:
-    recording, run_id = Recording(folder_store).begin(), driven.register(rules=[NAN_RULE])
+def test_registering_again_without_a_change_disturbs_nobody(driven: Driven) -> None:
+    recording, run_id = driven.begin(rules=[NAN_RULE])
     step(driven, run_id, recording, 0)
     driven.settle(run_id)
     epoch = driven.run(run_id).epoch
@@ -186,11 +180,11 @@ def test_the_cache_holds_for_the_next_epoch_and_forgets_the_oldest() -> None:
     assert cache.get((3, "a2"), 8) is None
 
 
-def test_memory_changes_no_result(driven: Driven, folder_store: Store) -> None:
+def test_memory_changes_no_result(driven: Driven) -> None:
     """The same rows, by one process with its memory and by one that forgets after each segment."""
     found = []
     for name in ("run-1", "run-2"):
-        recording, run_id = Recording(folder_store, run=name).begin(), driven.register(name, rules=[NAN_RULE])
+        recording, run_id = driven.recording(run=name).begin(), driven.register(name, rules=[NAN_RULE])
         for seq in range(6):
             step(driven, run_id, recording, seq, nan_from(13))
             (driven.restarted() if name == "run-2" else driven).settle(run_id)
@@ -209,10 +203,10 @@ def write_new_tensors(
 
 
 def test_a_segment_with_too_many_new_tensor_names_is_rejected_and_the_others_are_judged(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collecting, "WORD_BYTES", 2500)
-    recording = Recording(folder_store).begin()
+    recording = driven_sqlite.recording().begin()
     keys = [
         recording.write(0, 0, 0),
         write_new_tensors(recording, 1, 1, ["a" * 500], 1.0),
@@ -233,11 +227,10 @@ def test_a_segment_with_too_many_new_tensor_names_is_rejected_and_the_others_are
 
 
 def test_a_segment_with_too_many_rows_is_rejected(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collecting, "SEGMENT_ROWS", 9)
-    recording = Recording(folder_store).begin()
-    run_id = driven_sqlite.register()
+    recording, run_id = driven_sqlite.begin()
     driven_sqlite.judge(
         run_id, recording.write(0, 0, 2), recording.write(1, 3, 6), recording.write(2, 7, 7, damage_from(7))
     )
@@ -247,9 +240,9 @@ def test_a_segment_with_too_many_rows_is_rejected(
 
 
 def test_the_largest_rule_states_over_the_limit_are_discarded_and_their_rules_report_an_error(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording, run_id = driven_sqlite.record(folder_store, last=4)
+    recording, run_id = driven_sqlite.record(last=4)
     limit = sum(len(state) for _, _, state, _ in driven_sqlite.memories()) + 3000
     monkeypatch.setattr(judging, "STATE_CHARACTERS", limit)
     driven_sqlite.judge(run_id, write_new_tensors(recording, 1, 5, [f"{n:0200}" for n in range(20)]))
@@ -264,11 +257,10 @@ def test_the_largest_rule_states_over_the_limit_are_discarded_and_their_rules_re
 
 
 def test_rules_that_a_recorder_requested_are_evaluated_last(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested = RuleConfig(rule="non_finite_values", name="requested")
-    recording = Recording(folder_store).begin()
-    run_id = driven_sqlite.register(rules=(requested,))
+    recording, run_id = driven_sqlite.begin(rules=(requested,))
     driven_sqlite.announce(run_id, recording.write(0, 0, 4, damage_from(3)))
     begun: list[int] = []
 
@@ -289,11 +281,10 @@ def test_rules_that_a_recorder_requested_are_evaluated_last(
 
 @pytest.mark.parametrize("statistics", [5, [], {"loss": [[0, float("nan")], [0, 1.0]]}, {"loss": 5}])
 def test_damaged_references_affect_the_rule_that_compares_only(
-    driven_sqlite: Driven, folder_store: Store, statistics: object
+    driven_sqlite: Driven, statistics: object
 ) -> None:
     compares = RuleConfig(rule="similar_across_runs", params={"run": "other", "figure": "rms"})
-    recording = Recording(folder_store).begin()
-    run_id = driven_sqlite.register(rules=(compares,))
+    recording, run_id = driven_sqlite.begin(rules=(compares,))
     document = {"attempts": {"other": "a1"}, "statistics": {"other rms": statistics}, "problems": {}}
     recording.store.put(references_document("a1"), json.dumps(document).encode())
     driven_sqlite.judge(run_id, recording.write(0, 0, 4, damage_from(3)))
@@ -313,8 +304,7 @@ def told(driven: Driven, run_id: int) -> list[tuple[str, str]]:
 def test_an_error_is_told_once_and_that_it_is_over(sqlite: Database, folder_store: Store) -> None:
     mine = RuleConfig(rule="non_finite_values", name="mine")
     driven = Driven(make_service(sqlite, folder_store, [mine]))
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
 
     def judged_with(data: dict[str, Any], seq: int) -> None:
         with sqlite.write() as session:
@@ -347,7 +337,7 @@ def test_no_data_is_told_of_chosen_rules_after_many_steps_once_a_run(
 
 def test_no_data_is_told_at_the_end_of_a_short_run(sqlite: Database, folder_store: Store) -> None:
     driven = Driven(make_service(sqlite, folder_store, [*DEFAULT_RULES, MINE]))
-    recording, run_id = driven.record(folder_store, last=9)
+    recording, run_id = driven.record(last=9)
     assert told(driven, run_id) == []
     recording.end("completed", 9)
 

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import insert, select
 
 from tests.services.driving import Driven
-from tests.services.recording import PROJECT, Recording, nan_from
+from tests.services.recording import PROJECT, nan_from
 from watchstep.errors import NotFoundError
 from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.store.store import Store
@@ -60,10 +60,9 @@ def states(driven: Driven, run_id: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("attempts", [False, True])
 def test_an_evaluation_looks_up_a_few_and_all_are_forgotten_once_the_store_is_listed(
-    driven: Driven, folder_store: Store, lookups: list[SegmentKey], attempts: bool
+    driven: Driven, lookups: list[SegmentKey], attempts: bool
 ) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     discover(driven.service, run_id)
     driven.announce(run_id, *made_up(100, attempts=attempts))
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
@@ -79,9 +78,9 @@ def test_an_evaluation_looks_up_a_few_and_all_are_forgotten_once_the_store_is_li
 
 
 def test_the_next_segments_of_real_writers_are_read_beside_made_up_ones(
-    driven: Driven, folder_store: Store, lookups: list[SegmentKey]
+    driven: Driven, lookups: list[SegmentKey]
 ) -> None:
-    recording, run_id = driven.record(folder_store, last=3)
+    recording, run_id = driven.record(last=3)
     driven.announce(run_id, *made_up(100))
     driven.announce(run_id, recording.write(1, 4, 7, nan_from(5)))
     driven.evaluate(run_id)
@@ -89,20 +88,14 @@ def test_the_next_segments_of_real_writers_are_read_beside_made_up_ones(
     assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
 
 
-def test_more_announcements_are_forgotten_than_a_statement_has_parameters(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven_sqlite.register()
+def test_more_announcements_are_forgotten_than_a_statement_has_parameters(driven_sqlite: Driven) -> None:
+    recording, run_id = driven_sqlite.begin()
     driven_sqlite.judge(run_id, *made_up(40_000), recording.write(0, 0, 3))
     assert states(driven_sqlite, run_id) == {"read": 1}
 
 
-def test_an_inbox_has_the_first_segments_of_each_writer_and_a_limit(
-    driven: Driven, folder_store: Store
-) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+def test_an_inbox_has_the_first_segments_of_each_writer_and_a_limit(driven: Driven) -> None:
+    recording, run_id = driven.begin()
     driven.announce(run_id, recording.write(0, 0, 3))
     writers = [WriterId("a1", "node", f"fake{number}") for number in range(MOST_ENTRIES // 2)]
     of_each = {"run_id": run_id, "first": 0, "last": 3, "state": "announced", "found_ns": 0}
@@ -137,8 +130,8 @@ def deferred_until_ns(driven: Driven) -> int:
     return driven.one(select(Project.deferred_until_ns).filter_by(name=PROJECT))
 
 
-def test_an_attempt_of_which_nothing_lies_on_the_store_is_none(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_an_attempt_of_which_nothing_lies_on_the_store_is_none(driven: Driven) -> None:
+    recording = driven.recording().begin()
     recording.write(0, 0, 7)
     run_id = driven.register()
     driven.discover(run_id)
@@ -151,14 +144,12 @@ def test_an_attempt_of_which_nothing_lies_on_the_store_is_none(driven: Driven, f
     assert driven.run(run_id).last_step == 9, "what is real is judged all the same"
 
 
-def test_an_attempt_without_a_document_does_not_become_the_newest(
-    driven: Driven, folder_store: Store
-) -> None:
-    Recording(folder_store).begin().write(0, 0, 7)
+def test_an_attempt_without_a_document_does_not_become_the_newest(driven: Driven) -> None:
+    driven.recording().begin().write(0, 0, 7)
     run_id = driven.register()
     driven.discover(run_id)
 
-    stray = Recording(folder_store, attempt="made-up")
+    stray = driven.recording(attempt="made-up")
     driven.judge(run_id, stray.write(0, 0, 9))
 
     run = driven.run(run_id)
@@ -166,9 +157,9 @@ def test_an_attempt_without_a_document_does_not_become_the_newest(
     assert driven.segments(run_id) == {("w0", 0): "read"}
 
 
-def test_numbers_that_leave_everything_out_cost_no_rows(driven_sqlite: Driven, folder_store: Store) -> None:
+def test_numbers_that_leave_everything_out_cost_no_rows(driven_sqlite: Driven) -> None:
     driven = driven_sqlite.with_settings(gap_seconds=0.0)
-    recording = Recording(folder_store).begin()
+    recording = driven_sqlite.recording().begin()
     for worker in range(3):
         recording.write(900_000_000, 0, 7, worker=worker)
     run_id = driven.register()

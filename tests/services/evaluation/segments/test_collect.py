@@ -27,7 +27,6 @@ from watchstep_services.core.failpoints import listening
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import RunRow
 from watchstep_services.evaluation import collect
-from watchstep_services.evaluation import collect as collecting
 from watchstep_services.evaluation.inbox import GapTimeout, InboxEntry, make_plan
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.rule_configs import put_one
@@ -86,22 +85,22 @@ def test_a_missing_segment_is_passed_and_judged_if_it_still_comes(
     assert driven.run(run_id).cursor == '{"a1/node/w0":3}'
 
 
-def test_a_corrupt_segment_is_told_and_passed(driven: Driven, recording: Recording) -> None:
-    run_id = driven.register()
+def test_a_corrupt_segment_is_told_and_passed(driven_sqlite: Driven, recording: Recording) -> None:
+    run_id = driven_sqlite.register()
     keys = [recording.write(0, 0, 3), recording.write(1, 4, 7), recording.write(2, 8, 11, nan_from(9))]
     recording.store.put(keys[1].path, recording.store.get(keys[1].path)[:-40])
-    driven.judge(run_id, *keys)
-    assert driven.segments(run_id) == {("w0", 0): "read", ("w0", 1): "corrupt", ("w0", 2): "read"}
-    assert driven.run(run_id).health["corrupt_segments"] == 1
-    assert "0000000001" in driven.run(run_id).health["last_corrupt"]
-    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
+    driven_sqlite.judge(run_id, *keys)
+    assert driven_sqlite.segments(run_id) == {("w0", 0): "read", ("w0", 1): "corrupt", ("w0", 2): "read"}
+    assert driven_sqlite.run(run_id).health["corrupt_segments"] == 1
+    assert "0000000001" in driven_sqlite.run(run_id).health["last_corrupt"]
+    assert driven_sqlite.alerts(run_id)["non_finite_values"][0] == "firing"
 
 
 def test_a_segment_is_read_again_after_memory_was_short(
-    driven: Driven, recording: Recording, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 3))
+    run_id = driven_sqlite.register()
+    driven_sqlite.announce(run_id, recording.write(0, 0, 3))
 
     def short(*_: object, **__: object) -> None:
         raise MemoryError
@@ -109,20 +108,20 @@ def test_a_segment_is_read_again_after_memory_was_short(
     with monkeypatch.context() as patched:
         patched.setattr(ipc, "column_values", short)
         with pytest.raises(StoreError, match="out of memory"):
-            driven.settle(run_id)
-    assert driven.segments(run_id) == {("w0", 0): "announced"}
-    driven.settle(run_id)
-    assert driven.segments(run_id) == {("w0", 0): "read"}
+            driven_sqlite.settle(run_id)
+    assert driven_sqlite.segments(run_id) == {("w0", 0): "announced"}
+    driven_sqlite.settle(run_id)
+    assert driven_sqlite.segments(run_id) == {("w0", 0): "read"}
 
 
 def test_a_segment_with_steps_that_its_name_does_not_say_is_corrupt(
-    driven: Driven, recording: Recording
+    driven_sqlite: Driven, recording: Recording
 ) -> None:
-    run_id = driven.register()
+    run_id = driven_sqlite.register()
     key = recording.key(0, 0, 3)
     recording.store.put(key.path, recording.encoded(4, 7))
-    driven.judge(run_id, key)
-    assert driven.segments(run_id) == {("w0", 0): "corrupt"}
+    driven_sqlite.judge(run_id, key)
+    assert driven_sqlite.segments(run_id) == {("w0", 0): "corrupt"}
 
 
 def test_an_announcement_of_what_is_not_there_moves_nothing(driven: Driven, recording: Recording) -> None:
@@ -164,9 +163,9 @@ def test_a_writer_that_ended_with_fewer_segments_than_it_wrote(driven: Driven, r
     assert driven.segments(run_id) == {("w0", 0): "read", ("w0", 1): "missing"}
 
 
-def test_two_attempts_are_judged_apart(driven: Driven, recording: Recording, folder_store: Store) -> None:
+def test_two_attempts_are_judged_apart(driven: Driven, recording: Recording) -> None:
     run_id = driven.register()
-    again = Recording(folder_store, attempt="a2").begin()
+    again = driven.recording(attempt="a2").begin()
     driven.judge(run_id, recording.write(0, 0, 7, nan_from(4)), again.write(0, 4, 9, healthy))
     assert driven.run(run_id).attempt == "a2"
     assert driven.run(run_id).cursor == '{"a1/node/w0":1,"a2/node/w0":1}'
@@ -185,14 +184,12 @@ def test_discovery_finds_what_nobody_announced(driven: Driven, recording: Record
     assert not discover(driven.service, run_id).fresh
 
 
-def test_an_earlier_attempt_that_is_uploaded_late_is_not_the_newest(
-    driven: Driven, folder_store: Store
-) -> None:
-    later = Recording(folder_store, attempt="later").begin(started_ns=200)
+def test_an_earlier_attempt_that_is_uploaded_late_is_not_the_newest(driven: Driven) -> None:
+    later = driven.recording(attempt="later").begin(started_ns=200)
     run_id = driven.register()
     later.write_all([3, 7])
     driven.discover(run_id)
-    earlier = Recording(folder_store, attempt="earlier").begin(started_ns=100)
+    earlier = driven.recording(attempt="earlier").begin(started_ns=100)
     earlier.write_all([3])
     driven.discover(run_id)
     assert driven.run(run_id).attempt == "later"
@@ -211,17 +208,18 @@ def test_an_evaluation_reads_as_much_as_fits_into_memory(driven: Driven, recordi
     assert set(driven.segments(run_id).values()) == {"read"}
 
 
-def test_a_document_that_is_too_large_is_a_problem_of_its_own(driven: Driven, recording: Recording) -> None:
-    run_id = driven.register()
+def test_a_document_that_is_too_large_is_a_problem_of_its_own(
+    driven_sqlite: Driven, recording: Recording
+) -> None:
+    run_id = driven_sqlite.register()
     recording.store.put("attempts/a0.json", b" " * (5 * 1024 * 1024))
-    driven.announce(run_id, recording.write(0, 0, 3))
-    driven.discover(run_id)
-    assert driven.segments(run_id) == {("w0", 0): "read"}
+    driven_sqlite.announce(run_id, recording.write(0, 0, 3))
+    driven_sqlite.discover(run_id)
+    assert driven_sqlite.segments(run_id) == {("w0", 0): "read"}
 
 
-def test_the_end_of_a_writer_is_given_up_while_others_go_on(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin(world_size=2)
-    run_id = driven.register()
+def test_the_end_of_a_writer_is_given_up_while_others_go_on(driven: Driven) -> None:
+    recording, run_id = driven.begin(world_size=2)
     driven.judge(run_id, recording.write(0, 0, 3), recording.write(0, 0, 3, worker=1))
     lost = recording.write(1, 4, 7, worker=1)
     recording.end(last_step=7, worker=1)
@@ -236,23 +234,22 @@ def test_the_end_of_a_writer_is_given_up_while_others_go_on(driven: Driven, fold
 
 
 def test_an_answer_that_was_cut_short_once_costs_no_segment(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 9, nan_from(5)))
+    recording, run_id = driven_sqlite.begin()
+    driven_sqlite.announce(run_id, recording.write(0, 0, 9, nan_from(5)))
     answers: list[SegmentKey] = []
-    whole = collecting.fetch
+    whole = collect.fetch
 
     def once_cut(run_store: Store, key: SegmentKey) -> bytes:
         data = whole(run_store, key)
         answers.append(key)
         return data[: len(data) // 2] if len(answers) == 1 else data
 
-    monkeypatch.setattr(collecting, "fetch", once_cut)
-    driven.settle(run_id)
-    assert set(driven.segments(run_id).values()) == {"read"}
-    assert driven.alerts(run_id)
+    monkeypatch.setattr(collect, "fetch", once_cut)
+    driven_sqlite.settle(run_id)
+    assert set(driven_sqlite.segments(run_id).values()) == {"read"}
+    assert driven_sqlite.alerts(run_id)
 
 
 def entry(writer: int, seq: int, found_ns: int) -> InboxEntry:
@@ -297,12 +294,12 @@ def test_a_segment_follows_its_writers_earlier_ones() -> None:
     ]
 
 
-def judged(driven: Driven, recording: Recording) -> int:
+def judged(driven: Driven) -> tuple[Recording, int]:
     """A run of which five segments were judged."""
+    recording, run_id = driven.begin()
     recording.write_all(ENDS, LATE)
-    run_id = driven.register()
     driven.judge(run_id, *recording.written["w0"])
-    return run_id
+    return recording, run_id
 
 
 def nothing(recording: Recording) -> None:
@@ -319,10 +316,9 @@ def compacted_and_damaged(recording: Recording) -> None:
         recording.store.put(key.path, b"damaged")
 
 
-def late_result(driven: Driven, store: Store, change: Callable[[Recording], None]) -> tuple[Any, ...]:
+def late_result(driven: Driven, change: Callable[[Recording], None]) -> tuple[Any, ...]:
     """What is known once a late segment was judged by another process, after something changed the store."""
-    recording = Recording(store).begin()
-    run_id = judged(driven, recording)
+    recording, run_id = judged(driven)
     change(recording)
     cold = driven.restarted()
     cold.judge(run_id, recording.write(len(ENDS), 25, 31, LATE))
@@ -338,7 +334,7 @@ def test_a_compacted_run_gives_the_context_of_its_segments(
     results = []
     for number, change_store in enumerate((nothing, change)):
         store = Store.open(tmp_path / str(number), create=True)
-        results.append(late_result(Driven(make_service(sqlite_factory(number), store)), store, change_store))
+        results.append(late_result(Driven(make_service(sqlite_factory(number), store)), change_store))
     assert results[0] == results[1]
     findings, _, alerts, health, _ = results[0]
     assert findings
@@ -347,17 +343,14 @@ def test_a_compacted_run_gives_the_context_of_its_segments(
 
 
 @pytest.mark.parametrize("damage", ["deleted", "damaged"])
-def test_a_run_is_judged_without_context_that_is_lost(
-    driven: Driven, folder_store: Store, damage: str
-) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = judged(driven, recording)
+def test_a_run_is_judged_without_context_that_is_lost(driven_sqlite: Driven, damage: str) -> None:
+    recording, run_id = judged(driven_sqlite)
     for key in recording.written["w0"]:
         if damage == "deleted":
             recording.store.delete(key.path)
         else:
             recording.store.put(key.path, b"damaged")
-    cold = driven.restarted()
+    cold = driven_sqlite.restarted()
     cold.judge(run_id, recording.write(len(ENDS), 25, 31, LATE))
     assert cold.segments(run_id)["w0", len(ENDS)] == "read"
     health = cold.run(run_id).health
@@ -378,8 +371,7 @@ def test_a_rule_that_waits_for_all_workers_reports_steps_that_it_could_not_judge
 ) -> None:
     waits = RuleConfig(rule="loss_not_decreasing", name="waits")
     driven = Driven(make_service(sqlite, folder_store, (waits,), allowed_lateness_seconds=36000.0))
-    recording = Recording(folder_store).begin(world_size=2)
-    run_id = driven.register()
+    recording, run_id = driven.begin(world_size=2)
     first = recording.write(0, 0, 9)
     driven.judge(run_id, first)
     recording.store.delete(first.path)
@@ -391,10 +383,9 @@ def test_a_rule_that_waits_for_all_workers_reports_steps_that_it_could_not_judge
     assert "steps after -1 among them were not evaluated" in error["data"]["problem"]
 
 
-def test_a_store_that_is_away_loses_no_context(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = judged(driven, recording)
-    cold = driven.restarted()
+def test_a_store_that_is_away_loses_no_context(driven_sqlite: Driven) -> None:
+    recording, run_id = judged(driven_sqlite)
+    cold = driven_sqlite.restarted()
     cold.announce(run_id, recording.write(len(ENDS), 25, 31, LATE))
     saved = {entry.key: recording.store.get(entry.key) for entry in recording.store.entries("")}
 
@@ -418,7 +409,7 @@ def tiny_from(bad: int) -> Value:
 
 
 def test_they_are_read_from_when_a_rule_needs_them(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
     decode = segment.decode
@@ -428,16 +419,16 @@ def test_they_are_read_from_when_a_rule_needs_them(
         return decode(data, name, histograms=histograms, **limits)
 
     monkeypatch.setattr(segment, "decode", told)
-    recording, run_id = Recording(folder_store).begin(), driven.register()
+    recording, run_id = driven_sqlite.begin()
     for seq in range(3):
-        driven.judge(run_id, recording.write(seq, 4 * seq, 4 * seq + 3))
+        driven_sqlite.judge(run_id, recording.write(seq, 4 * seq, 4 * seq + 3))
     assert asked == [False, False, False]
-    with driven.service.database.write() as session:
+    with driven_sqlite.service.database.write() as session:
         put_one(session, session.get_one(RunRow, run_id), HEADROOM)
     for seq in range(3, 5):
-        driven.judge(run_id, recording.write(seq, 4 * seq, 4 * seq + 3, tiny_from(16)))
+        driven_sqlite.judge(run_id, recording.write(seq, 4 * seq, 4 * seq + 3, tiny_from(16)))
     assert all(asked[3:])
-    assert driven.alerts(run_id)["number_format_headroom"][0] == "firing"
+    assert driven_sqlite.alerts(run_id)["number_format_headroom"][0] == "firing"
 
 
 def test_segments_with_more_than_recorders_write_are_read_without_them_or_refused(
@@ -478,21 +469,19 @@ def test_decoding_takes_little_more_than_the_bins() -> None:
     assert peak < histogram.bytes + 24 * 2**20, "the copy, and the indices of a portion"
 
 
-def test_damage_in_them_that_was_not_looked_at_holds_up_no_other_rule(
-    driven: Driven, folder_store: Store
-) -> None:
-    recording, run_id = Recording(folder_store).begin(), driven.register()
+def test_damage_in_them_that_was_not_looked_at_holds_up_no_other_rule(driven_sqlite: Driven) -> None:
+    recording, run_id = driven_sqlite.begin()
     for seq in range(3):
         key = recording.write(seq, 4 * seq, 4 * seq + 3)
         if seq == 2:
             recording.store.put(key.path, damaged(recording.store.get(key.path)))
-        driven.judge(run_id, key)
-    assert set(driven.segments(run_id).values()) == {"read"}
-    with driven.service.database.write() as session:
+        driven_sqlite.judge(run_id, key)
+    assert set(driven_sqlite.segments(run_id).values()) == {"read"}
+    with driven_sqlite.service.database.write() as session:
         put_one(session, session.get_one(RunRow, run_id), HEADROOM)
-    driven.judge(run_id, recording.write(3, 12, 15, nan_from(13)))
-    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
-    assert set(driven.segments(run_id).values()) == {"read"}
+    driven_sqlite.judge(run_id, recording.write(3, 12, 15, nan_from(13)))
+    assert driven_sqlite.alerts(run_id)["non_finite_values"][0] == "firing"
+    assert set(driven_sqlite.segments(run_id).values()) == {"read"}
 
 
 def damaged(data: bytes) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import event, select
 
 from tests.services.driving import Driven
-from tests.services.recording import Recording, nan_from
+from tests.services.recording import nan_from
 from watchstep.format import documents, layout
 from watchstep.format.documents import EndDocument
 from watchstep.format.layout import WriterId
@@ -20,7 +20,6 @@ from watchstep_services.core.failpoints import listening
 from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.evaluation.inbox import GapTimeout, ended_ranks, make_plan
 from watchstep_services.runs import attempts, discovery
-from watchstep_services.runs import discovery as discovering
 from watchstep_services.runs.discovery import UNLISTED, Listing, discover
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import register
@@ -66,70 +65,63 @@ def transactions(driven: Driven) -> Iterator[list[list[str]]]:
         event.remove(engine, "commit", committed)
 
 
-def test_the_ends_of_an_attempt_are_written_once(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin(world_size=200)
-    run_id = driven.register()
-    discovery.discover(driven.service, run_id)
+def test_the_ends_of_an_attempt_are_written_once(driven: Driven) -> None:
+    recording, run_id = driven.begin(world_size=200)
+    discover(driven.service, run_id)
     write_ends(recording.store, "a1", range(200))
     with transactions(driven) as seen:
-        assert discovery.discover(driven.service, run_id).fresh
+        assert discover(driven.service, run_id).fresh
     assert sum(map(len, seen)) == 1
     assert ends_of(driven, "a1").keys() == {str(rank) for rank in range(200)}
     write_ends(recording.store, "a1", range(200, 201))
-    discovery.discover(driven.service, run_id)
+    discover(driven.service, run_id)
     assert len(ends_of(driven, "a1")) == 201
 
 
 def test_the_ends_of_many_attempts_are_written_in_portions(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "_ROWS_AT_ONCE", 20)
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     names = [f"b{number}" for number in range(9)]
     for name in names:
         write_ends(recording.store, name, range(10))
-    discovery.discover(driven.service, run_id)
+    discover(driven.service, run_id)
     for name in names:
         write_ends(recording.store, name, range(10, 20))
     with transactions(driven) as seen:
-        discovery.discover(driven.service, run_id)
+        discover(driven.service, run_id)
     assert len([written for written in seen if written]) == 5
     assert {len(ends_of(driven, name)) for name in names} == {20}
 
 
 def test_a_listing_reads_so_many_ends_and_the_next_reads_on(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "_ENDS_AT_ONCE", 8)
-    recording = Recording(folder_store).begin(world_size=20)
-    run_id = driven.register()
+    recording, run_id = driven.begin(world_size=20)
     write_ends(recording.store, "a1", range(20))
     found = []
-    while discovery.discover(driven.service, run_id).fresh:
+    while discover(driven.service, run_id).fresh:
         found.append(len(ends_of(driven, "a1")))
     assert found == [8, 16, 20]
 
 
-def test_ranks_beyond_those_that_are_followed_are_named_and_not_recorded(
-    driven: Driven, folder_store: Store
-) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+def test_ranks_beyond_those_that_are_followed_are_named_and_not_recorded(driven_sqlite: Driven) -> None:
+    recording, run_id = driven_sqlite.begin()
     most = attempts.MOST_RANKS
     write_ends(recording.store, "a1", range(most - 1, most + 1))
-    discovery.discover(driven.service, run_id)
-    assert ends_of(driven, "a1").keys() == {str(most - 1)}
-    assert f"end/a1/{most}.json" in driven.run(run_id).health["documents"]
+    discover(driven_sqlite.service, run_id)
+    assert ends_of(driven_sqlite, "a1").keys() == {str(most - 1)}
+    assert f"end/a1/{most}.json" in driven_sqlite.run(run_id).health["documents"]
 
 
-def test_reasons_of_very_many_ends_are_shortened(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin(world_size=100)
-    run_id = driven.register()
+def test_reasons_of_very_many_ends_are_shortened(driven_sqlite: Driven) -> None:
+    recording, run_id = driven_sqlite.begin(world_size=100)
     write_ends(recording.store, "a1", range(100), "x" * 5000)
-    discovery.discover(driven.service, run_id)
-    assert sorted({len(end["reason"]) for end in ends_of(driven, "a1").values()}) == [200, 2000]
-    assert sum(len(end["reason"]) == 2000 for end in ends_of(driven, "a1").values()) == 64
+    discover(driven_sqlite.service, run_id)
+    assert sorted({len(end["reason"]) for end in ends_of(driven_sqlite, "a1").values()}) == [200, 2000]
+    assert sum(len(end["reason"]) == 2000 for end in ends_of(driven_sqlite, "a1").values()) == 64
 
 
 class Walked(dict[WriterId, int]):
@@ -199,11 +191,10 @@ def nothing() -> None:
 @pytest.mark.parametrize("announced", ["before the listing", "after it"])
 @pytest.mark.parametrize("lease", ["holds", "is over"])
 def test_a_slow_listing_forgets_no_segment_that_is_being_evaluated(
-    driven: Driven, folder_store: Store, announced: str, lease: str
+    driven: Driven, announced: str, lease: str
 ) -> None:
     driven = driven.with_settings(gap_seconds=0.0)  # as if the listing took longer than the gap time
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     discover(driven.service, run_id)
     key = recording.key(0, 0, 7)
     if announced == "before the listing":
@@ -228,16 +219,14 @@ def test_a_slow_listing_forgets_no_segment_that_is_being_evaluated(
 
 @pytest.fixture
 def small_listings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovering, "_SEGMENTS_AT_ONCE", 10)
-    monkeypatch.setattr(discovering, "MOST_WAITING", 15)
-    monkeypatch.setattr(discovering, "_LEAST_SEGMENTS", 2)
+    monkeypatch.setattr(discovery, "_SEGMENTS_AT_ONCE", 10)
+    monkeypatch.setattr(discovery, "MOST_WAITING", 15)
+    monkeypatch.setattr(discovery, "_LEAST_SEGMENTS", 2)
 
 
 @pytest.mark.usefixtures("small_listings")
-def test_a_listing_takes_in_some_segments_and_the_next_ones_the_rest(
-    driven: Driven, folder_store: Store
-) -> None:
-    recording = Recording(folder_store).begin(world_size=2)
+def test_a_listing_takes_in_some_segments_and_the_next_ones_the_rest(driven: Driven) -> None:
+    recording = driven.recording().begin(world_size=2)
     for seq in range(12):
         for worker in range(2):
             recording.write(seq, seq, seq, worker=worker)
@@ -260,9 +249,9 @@ def test_a_listing_takes_in_some_segments_and_the_next_ones_the_rest(
 
 
 @pytest.mark.usefixtures("small_listings")
-def test_what_a_listing_left_out_is_neither_missing_nor_the_end(driven: Driven, folder_store: Store) -> None:
+def test_what_a_listing_left_out_is_neither_missing_nor_the_end(driven: Driven) -> None:
     hasty = driven.with_settings(gap_seconds=1e-9)
-    recording = Recording(folder_store).begin()
+    recording = driven.recording().begin()
     for seq in range(30):
         recording.write(seq, seq, seq)
     recording.end("completed", 29)
@@ -282,11 +271,14 @@ def test_what_a_listing_left_out_is_neither_missing_nor_the_end(driven: Driven, 
 
 @pytest.mark.usefixtures("small_listings")
 def test_a_sweep_goes_on_while_a_projects_folder_takes_long_to_list(
-    driven: Driven, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(polling, "_LOCAL_SECONDS", 0.01)
-    slow, quick = driven.register("slow"), register(driven.service, "audio", "quick", (), "recorder")
-    more = [driven.register(f"more-{number}") for number in range(3)]
+    slow, quick = (
+        driven_sqlite.register("slow"),
+        register(driven_sqlite.service, "audio", "quick", (), "recorder"),
+    )
+    more = [driven_sqlite.register(f"more-{number}") for number in range(3)]
     found, answers, listed = discover, threading.Event(), threading.Event()
 
     def hanging(service: Service, run_id: int) -> Listing:
@@ -299,15 +291,14 @@ def test_a_sweep_goes_on_while_a_projects_folder_takes_long_to_list(
 
     monkeypatch.setattr(polling, "discover", hanging)
     try:
-        sweep(driven.service)
+        sweep(driven_sqlite.service)
         assert listed.wait(60)
-        assert driven.run(more[-1]).listed_ns == 0
+        assert driven_sqlite.run(more[-1]).listed_ns == 0
     finally:
         answers.set()
-        driven.service.look_threads.shutdown()
+        driven_sqlite.service.look_threads.shutdown()
 
 
-@pytest.mark.usefixtures("small_listings")
 def test_a_long_listing_puts_the_next_one_off() -> None:
     times = ListingTimes(most=2)
     times.put(1, 0.1)

@@ -18,7 +18,7 @@ from sqlalchemy import select
 
 from tests.services.api.conftest import Api
 from tests.services.driving import Driven
-from tests.services.recording import PROJECT, Recording, nan_from
+from tests.services.recording import PROJECT, nan_from
 from watchstep.format import documents, layout
 from watchstep.format.documents import AttemptDocument, Checkpoint, last_good
 from watchstep.store.store import Store
@@ -121,8 +121,6 @@ LAUNCH = {
 
 
 JOURNAL = {"schema": 3, "attempt": "a1", "number": 0, "evaluations": []}
-
-
 MANIFEST = {"schema": 3, "generation": 1, "segments": [], "objects": []}
 
 
@@ -219,8 +217,8 @@ PAGES = (
 )  # fmt: skip
 
 
-def test_hostile_objects_damage_at_most_themselves(driven_sqlite: Driven, folder_store: Store) -> None:
-    recording, run_id = driven_sqlite.record(folder_store, last=3, started_ns=10)
+def test_hostile_objects_damage_at_most_themselves(driven_sqlite: Driven) -> None:
+    recording, run_id = driven_sqlite.record(last=3, started_ns=10)
     for kind in KINDS:
         put(recording.store, kind)
     checkpoint = Checkpoint("good.pt", 1, "a1", 0, 1)
@@ -261,11 +259,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-def test_a_damaged_document_is_read_once(
-    driven_sqlite: Driven, folder_store: Store, reads: Counter[str]
-) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven_sqlite.register()
+def test_a_damaged_document_is_read_once(driven_sqlite: Driven, reads: Counter[str]) -> None:
+    recording, run_id = driven_sqlite.begin()
     key = layout.attempt_document("bad")
     recording.store.put(key, b'{"x": 1}')
     recording.store.put(layout.end_document("a1", 3), b"[]")
@@ -279,10 +274,9 @@ def test_a_damaged_document_is_read_once(
 
 
 def test_a_listing_reads_so_many_bytes_of_documents_and_the_next_reads_on(
-    driven_sqlite: Driven, folder_store: Store, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven_sqlite.register()
+    recording, run_id = driven_sqlite.begin()
     discovery.discover(driven_sqlite.service, run_id)
     reads.clear()
     monkeypatch.setattr(discovery, "_DOCUMENT_BYTES", 1000)
