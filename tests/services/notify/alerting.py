@@ -11,7 +11,6 @@ from sqlalchemy import select
 
 from tests.services.driving import Driven
 from tests.services.recording import Value
-from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.channels.receiver_file import ReceiverFile
 from watchstep_services.db.encryption import new_key
@@ -45,11 +44,11 @@ def with_receiver(driven: Driven, receiver: dict[str, Any], **route: Any) -> Dri
     return Driven(replace(driven.service, receiver_file=ReceiverFile.model_validate(written), owner_rules=()))
 
 
-def fire(driven: Driven, store: Store, value: Value = exploding, rule: str = "exploding_gradient") -> int:
+def fire(driven: Driven, value: Value = exploding, rule: str = "exploding_gradient") -> int:
     """Record a run whose alert fires; return its id."""
     driven = Driven(replace(driven.service, owner_rules=()))
     _, run_id = driven.record(
-        store, value, last=LAST, rules=[RuleConfig.model_validate({"rule": rule, "name": "mine"})]
+        value, last=LAST, rules=[RuleConfig.model_validate({"rule": rule, "name": "mine"})]
     )
     return run_id
 

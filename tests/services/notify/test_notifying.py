@@ -18,7 +18,6 @@ from tests.services.channels.http_server import HttpServer, http_server
 from tests.services.driving import Driven
 from tests.services.notify.alerting import PUBLIC, fire, picture_name, reachable, with_receiver
 from tests.services.recording import damage_from, healthy, nan_from
-from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.channels.notification import Notification
 from watchstep_services.channels.receiver_file import ReceiverFile
@@ -271,11 +270,9 @@ def notification(driven: Driven, run_id: int) -> Notification:
     return Notification.from_data(action.payload["notification"])
 
 
-def test_an_alert_and_its_events_lead_to_its_page(
-    driven_sqlite: Driven, folder_store: Store, tmp_path: Path
-) -> None:
+def test_an_alert_and_its_events_lead_to_its_page(driven_sqlite: Driven, tmp_path: Path) -> None:
     driven = with_receiver(reachable(driven_sqlite, tmp_path, public_url=f"{PUBLIC}/"), HOOK)
-    run_id = fire(driven, folder_store)
+    run_id = fire(driven)
     made = notification(driven, run_id)
     page = f"{PUBLIC}/projects/vision/runs/run-1/alerts/{picture_name(driven).fingerprint}"
     assert (made.url, made.page, made.run_url) == (page, "alert", f"{PUBLIC}/projects/vision/runs/run-1")
@@ -312,10 +309,10 @@ def test_several_alerts_lead_to_the_run_and_of_several_runs_to_their_list(
 
 
 def test_without_a_public_url_nothing_leads_to_an_address_that_only_this_machine_has(
-    driven_sqlite: Driven, folder_store: Store
+    driven_sqlite: Driven,
 ) -> None:
     driven = with_receiver(driven_sqlite, HOOK)
-    run_id = fire(driven, folder_store)
+    run_id = fire(driven)
     made = notification(driven, run_id)
     assert (made.url, made.run_url, made.alerts[0].url) == ("", "", "")
     assert made.command == "watchstep runs alerts vision/run-1 --service http://service.test"
