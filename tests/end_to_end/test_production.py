@@ -13,8 +13,8 @@ import pytest
 
 from tests.conftest import S3
 from tests.end_to_end.production import CLIENT, RUN, Production, producing
+from tests.services.channels.http_server import HttpServer, http_server, status
 from tests.services.core.collector import ANNOUNCEMENT, Collector, collecting
-from tests.services.dispatch.receiver import Receiver, receiving
 from tests.services.jobs import STUBBORN, eventually, launch
 from tests.services.postgres import Postgres, running_postgres
 from tests.services.recording import PROJECT, Recording, damage_from, nan_from
@@ -39,8 +39,8 @@ def broker() -> Iterator[Broker]:
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with receiving() as running:
+def receiver() -> Iterator[HttpServer]:
+    with http_server() as running:
         yield running
 
 
@@ -97,7 +97,7 @@ def check_logs(production: Production) -> None:
 
 
 def test_a_nan_is_announced_judged_told_and_stopped(
-    production: Production, receiver: Receiver, tmp_path: Path
+    production: Production, receiver: HttpServer, tmp_path: Path
 ) -> None:
     backend = Local()
     job = launch(backend, tmp_path, STUBBORN)
@@ -108,7 +108,7 @@ def test_a_nan_is_announced_judged_told_and_stopped(
         told = {"rule": "non_finite_values", "name": "told", "actions": [{"webhook": receiver.url}]}
         recorder = production.client(production.recorder)
         recorder.register({"run": "run-1", "attempt": "a1", "rules": [told]})
-        receiver.answers = [500]
+        receiver.answers = [status(500)]
         assert recorder.announce("run-1", [recording.write(0, 0, 3)], {}) == ControlDocument()
         recorder.announce("run-1", [recording.write(1, 4, 7, damage_from(6))], {"dropped": 0})
         eventually(lambda: "run.ended" in production.event_types(), 120)

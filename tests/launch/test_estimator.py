@@ -1,4 +1,4 @@
-"""Launching by three lines, on real processes, judged by a real service beside them."""
+"""The estimator, and its import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from watchstep_rules import non_finite_values, vanishing_gradient
 from watchstep_rules.config.by_name import sagemaker_saturated_activation
 
 SECONDS = 180.0
-
 TRAIN = """
 import sys, time
 import torch
@@ -40,7 +39,6 @@ for step in range(last):
     time.sleep(0.01)
 print("trained to the end")
 """
-
 TELLS = """
 import json, os, signal, sys
 os.write(1, json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("GIVEN"), os.environ.get("WATCHSTEP_LAUNCHED")]).encode())
@@ -48,7 +46,6 @@ os.write(1, b"\\n\\xff\\x00 bytes as they are \\r\\n")
 os.write(2, b"and errors\\n")
 sys.exit(int(sys.argv[1]))
 """
-
 WAITS = """
 import os, pathlib, signal, sys
 def end(*_):
@@ -58,6 +55,27 @@ signal.signal(signal.SIGTERM, end)
 pathlib.Path(sys.argv[1]).touch()
 while True:
     signal.pause()
+"""
+SERVER = (
+    "alembic", "cryptography", "fastapi", "httpcore", "httpx", "limits", "prometheus_client", "psutil",
+    "pydantic_settings", "sqlalchemy", "typer", "uvicorn", "celery", "psycopg", "redis", "starlette",
+)  # fmt: skip
+OF_BACKENDS = ("boto3", "kubernetes", "ray", "torch")
+_BLOCKED = """
+import importlib, pkgutil, sys
+for name in {blocked!r}:
+    sys.modules[name] = None
+import watchstep_launch as estimator
+for module in pkgutil.walk_packages(estimator.__path__, estimator.__name__ + "."):
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:  # the part of a backend that is imported when it is first used
+        if (error.name or "").partition(".")[0] not in {of_backends!r}:
+            raise
+for name in estimator.__all__:
+    getattr(estimator, name)
+del sys.modules["typer"]  # with the launching side's commands
+importlib.import_module("watchstep_services.cli.jobs")
 """
 
 
@@ -201,3 +219,9 @@ def test_without_a_service_the_backend_alone_stops_it(estimate: Estimator, folde
     alone = Job(JobRecord.from_data(data))
     alone.stop(grace_seconds=SECONDS)
     assert job.status() == JobStatus("ended", 5)
+
+
+def test_every_module_of_the_launching_side_imports_without_the_server() -> None:
+    program = _BLOCKED.format(blocked=(*SERVER, *OF_BACKENDS), of_backends=OF_BACKENDS)
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -105,6 +105,14 @@ class Recording:
         self.written.setdefault(key.writer.writer, []).append(key)
         return key
 
+    def write_rows(self, seq: int, rows: Sequence[Row], worker: int = 0) -> SegmentKey:
+        """Put a segment with these rows onto the store."""
+        steps = [row.step for row in rows]
+        key = self.key(seq, min(steps), max(steps), worker)
+        self.store.put(key.path, segment.encode(block_of(rows)))
+        self.written.setdefault(key.writer.writer, []).append(key)
+        return key
+
     def write_all(self, ends: Sequence[int], value: Value = healthy, worker: int = 0) -> None:
         """Segments that follow each other: each up to one of these steps."""
         first = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.backends.kubernetes.double import Double, running_double
-from tests.launch.test_requeue import TRAIN
+from tests.launch.test_relaunch import TRAIN
 from watchstep.errors import ConfigError
 from watchstep_launch import Estimator, Kubernetes
 from watchstep_rules import non_finite_values

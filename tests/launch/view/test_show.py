@@ -1,4 +1,4 @@
-"""What is shown where: looks at a run of a real service, in a terminal or where nobody watches."""
+"""What is shown of runs and jobs, in words and in pictures."""
 
 from __future__ import annotations
 
@@ -11,17 +11,40 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.launch.view.conftest import judge
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording
-from watchstep.client import Client
+from watchstep.client import Client, Event
 from watchstep.errors import ServiceError
-from watchstep_launch.view.run_status import RunWatcher, words_of
+from watchstep_launch.view.console import notebook_data
+from watchstep_launch.view.picture import fewer, line_of_bars, picture, span
+from watchstep_launch.view.run_status import POINTS, Loss, RunStatus, RunWatcher, line_of, words_of
 from watchstep_launch.view.show import QUIET, Showing, kind_of
 from watchstep_services.cli.jobs import app
 from watchstep_services.db.models import RunRow
+
+RUN = {"project": "default", "run": "night"}
+STATUS = RunStatus(
+    "default/night",
+    "stopped",
+    628,
+    None,
+    44.0,
+    (Loss("loss", (1.0, 0.5, 0.25, 0.2, None)), Loss("[bold]aux", ())),
+    {"nan_or_inf": "firing", "dead_relu": "inactive", "overfit": "no data"},
+    (
+        Event("1", "io.watchstep.stop.requested", "", "never", {**RUN, "reason": "NaN in loss"}, {}),
+        Event("2", "io.watchstep.run.ended", "", "never", {**RUN, "state": "stopped", "last_step": 628}, {}),
+    ),
+    (0.0447, 0.01),
+    ("1,200 rows dropped",),
+    "http://127.0.0.1:9: no answer",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +171,140 @@ def test_the_command_shows_it_to_its_end(
     ]
     with pytest.raises(ServiceError, match="no service runs"):
         CliRunner().invoke(app, ["watch", "x", "--store", str(tmp_path)], catch_exceptions=False)
+
+
+def text_of(status: RunStatus, job: str = "", width: int = 100) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, record=True, highlight=False)
+    console.print(picture(status, job))
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_all_that_there_is_to_see() -> None:
+    assert text_of(STATUS, "job local:7 ended with exit code 86") == [
+        "default/night  stopped after 44 s  job local:7 ended with exit code 86",
+        "step              628",
+        "loss       not finite  █▃▁▁\N{MULTIPLICATION SIGN}",
+        "[bold]aux           -",
+        "recording       4.47%  of the program's time; budget 1.0%",
+        "problems               1,200 rows dropped",
+        "rules  1 firing, 1 inactive, 1 no data",
+        "  ● nan_or_inf  firing",
+        "never  stop requested: NaN in loss",
+        "never  stopped after step 628",
+        "no answer from the service: http://127.0.0.1:9: no answer",
+    ]
+
+
+def test_before_anything_is_known() -> None:
+    assert text_of(RunStatus("default/night"), "job slurm:7 queued") == [
+        "default/night  waiting  job slurm:7 queued",
+        "step  -",
+    ]
+
+
+def test_what_does_not_fit_goes_on_below_and_nothing_is_cut_off() -> None:
+    reason = "rule nan_or_inf at step 600: 32 NaN among 32 elements of 1:output"
+    event = Event("1", "io.watchstep.stop.requested", "", "never", {**RUN, "reason": reason}, {})
+    narrow = text_of(
+        RunStatus("default/20261122-121517-a8c3ce", "running", events=(event,)), "job slurm:7 queued", 40
+    )
+    assert narrow == [
+        "default/20261122-121517-a8c3ce  running",
+        "for 0 s  job slurm:7 queued",
+        "step  -",
+        "never  stop requested: rule nan_or_inf",
+        "       at step 600: 32 NaN among 32",
+        "       elements of 1:output",
+    ]
+
+
+def test_figures_are_whole_where_there_is_little_room() -> None:
+    loss = Loss("train_loss", tuple(float(value) for value in range(POINTS)))
+    status = RunStatus("a/b", "running", 123_456, 7.0, losses=(loss,), overhead=(0.01, 0.01))
+    assert text_of(status, width=40)[1:] == [
+        "step        123,456  7 steps/s",
+        "train_loss       39  ▁▁▁▂▂▃▃▃▄▄▅▅▆▆▇▇███",
+        "recording     1.00%  of the program's",
+        "                     time; budget 1.0%",
+    ]
+
+
+def test_the_pace_is_of_what_goes_on() -> None:
+    running, ended = (
+        text_of(RunStatus("a/b", state, 7, steps_per_second=20.0)) for state in ("running", "completed")
+    )
+    assert (running[1].split(), ended[1].split()) == (["step", "7", "20", "steps/s"], ["step", "7"])
+
+
+def test_many_rules_are_counted() -> None:
+    many = RunStatus("a/b", "running", rules={f"rule-{number}": "pending" for number in range(20)})
+    assert text_of(many)[-1] == "  and 12 more"
+
+
+@given(st.text(max_size=40), st.text(max_size=40), st.integers(20, 120))
+def test_nothing_of_a_programs_own_is_markup_or_moves_the_cursor(name: str, reason: str, width: int) -> None:
+    event = Event("1", "io.watchstep.stop.requested", "", "now", {**RUN, "reason": reason}, {})
+    odd = RunStatus(name, "running", losses=(Loss(name, (1.0,)),), rules={name: "firing"}, events=(event,))
+    for line in (*text_of(odd, reason, width), line_of(event)):
+        assert line.isprintable()
+
+
+@given(st.lists(st.none() | st.floats(allow_nan=True, allow_infinity=True), max_size=POINTS))
+def test_a_line_of_bars_has_one_for_each_point(points: list[float | None]) -> None:
+    drawn = line_of_bars(points)
+    assert len(drawn) == len(points)
+    assert set(drawn) <= set("▁▂▃▄▅▆▇█\N{MULTIPLICATION SIGN}")
+
+
+@given(
+    st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=POINTS),
+    st.integers(1, POINTS),
+)
+def test_fewer_bars_tell_of_all_points(points: list[float | None], most: int) -> None:
+    drawn = fewer(points, most)
+    assert len(drawn) == min(len(points), most)
+    assert (None in drawn) == (None in points)
+    finite = [value for value in points if value is not None]
+    slack = 1e-300 + 1e-9 * max((abs(value) for value in finite), default=0.0)
+    assert all(value is None or min(finite) - slack <= value <= max(finite) + slack for value in drawn)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "0 s"), (59.9, "59 s"), (3600, "1 h"), (3661, "1 h 1 min"), (200_000, "2 d 7 h")],
+)
+def test_a_span_has_two_units(seconds: float, said: str) -> None:
+    assert span(seconds) == said
+
+
+def test_a_notebook_gets_colours_and_plain_text() -> None:
+    reason = "of many words " * 20
+    event = Event("1", "io.watchstep.stop.requested", "", "never", {**RUN, "reason": reason}, {})
+    data = notebook_data(picture(RunStatus("a<b/night", "running", events=(event,))))
+    assert data["text/html"].startswith("<pre style='font-family")
+    assert "a&lt;b/night" in data["text/html"]
+    assert data["text/html"].count("<div ") == data["text/html"].count("</div>") == 3  # the browser folds
+    assert data["text/plain"].startswith("a<b/night  running for 0 s")
+    assert max(len(line) for line in data["text/plain"].splitlines()) <= 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "said"),
+    [
+        ("run.started", {"attempt": "a1"}, "started, attempt a1"),
+        ("run.ended", {"state": "failed", "last_step": 3}, "failed after step 3"),
+        ("alert.firing", {"explanation": {"title": "r (warning) firing at step 4", "seen": "16 NaN"}, "message": ""},
+         "r (warning) firing at step 4: 16 NaN"),
+        ("alert.firing", {"name": "r", "step": 4, "message": "look", "inhibited_by": "q", "dry_run": True},
+         "r firing at step 4: look; kept quiet by q (dry run)"),
+        ("alert.resolved", {"explanation": {"title": "r (warning) resolved at step 9"}}, "r (warning) resolved at step 9"),
+        ("stop.done", {"detail": "job local:7 is gone", "last_good_checkpoint": "c.pt"},
+         "job local:7 is gone; last good checkpoint c.pt"),
+        ("stop.would_have", {"reason": "NaN"}, "would have been stopped: NaN"),
+        ("rule.no_data", {"name": "r", "step": 9}, "rule r has evaluated nothing up to step 9: it has no data"),
+        ("store.became_slow", {}, "store became slow"),
+    ],
+)  # fmt: skip
+def test_an_event_is_a_line(kind: str, data: dict[str, object], said: str) -> None:
+    event = Event("1", f"io.watchstep.{kind}", "s", "2026-11-22T05:19:32Z", {**RUN, **data}, {})
+    assert line_of(event)[8:] == f" default/night: {said}"

@@ -68,8 +68,7 @@ def prepared(driven: Driven, store: Store) -> FastAPI:
     for name, bad in (("run-1", 5), ("run-2", 10**6)):
         recording = Recording(store, name).begin()
         run_id = driven.register(name)
-        driven.announce(run_id, recording.write(0, 0, 9, nan_from(bad)))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write(0, 0, 9, nan_from(bad)))
         recording.store.put(SnapshotKey("a1", 0, 5, "train").path, save({"loss": np.arange(6.0)}))
     Recording(store, "run-2").store.put(SnapshotKey("a1", 0, 5, "train").path, b"\xff" * 64)
     driven.register("run-3")

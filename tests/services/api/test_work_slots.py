@@ -65,10 +65,10 @@ def test_rule_checks_of_a_project_block_no_other_request(api: Api, monkeypatch: 
                 refused.text,
             )
             assert "too many rule checks of project vision" in refused.text
-        assert api.call("POST", RUNS, {"run": "plain", "rules": [{"rule": "overfit"}]}).status_code == 200
-        assert api.call("GET", RUNS).status_code == 200
+        assert api.status("POST", RUNS, {"run": "plain", "rules": [{"rule": "overfit"}]}) == 200
+        assert api.status("GET", RUNS) == 200
         assert api.client.get("/healthz").status_code == 200
-    assert api.call("POST", RUNS, {"run": "second", "rules": [RULE]}).status_code == 200
+    assert api.status("POST", RUNS, {"run": "second", "rules": [RULE]}) == 200
 
 
 def test_a_recorders_rules_are_counted_before_any_is_checked(
@@ -98,8 +98,8 @@ def test_a_rule_that_cannot_be_checked_now_is_refused_and_not_stored(
             working.enter_context(POOL.child(SqlProgram.for_query(0), "checks", object()))
         refused = api.call("POST", RUNS, body)
         assert (refused.status_code, refused.headers.get("retry-after")) == (503, "1")
-        assert api.call("GET", f"{RUNS}/run-1").status_code == 404
-    assert api.call("POST", RUNS, body).status_code == 200
+        assert api.status("GET", f"{RUNS}/run-1") == 404
+    assert api.status("POST", RUNS, body) == 200
 
 
 def test_a_rule_whose_name_is_no_text_is_the_callers_error(api: Api) -> None:
@@ -120,23 +120,23 @@ def test_a_query_is_checked_once_for_a_request(api: Api, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(sql_rule, "checked", wrong)
     body = {"run": "run-1", "rules": [RULE]}
-    assert (api.call("POST", RUNS, body).status_code, len(checked_queries)) == (200, 1)
-    assert (api.call("POST", RUNS, body).status_code, len(checked_queries)) == (422, 2)
+    assert (api.status("POST", RUNS, body), len(checked_queries)) == (200, 1)
+    assert (api.status("POST", RUNS, body), len(checked_queries)) == (422, 2)
 
 
 def test_reading_a_rule_config_checks_no_query(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert api.call("PUT", "/v1/projects/vision/rules/mine", RULE).status_code == 200
+    assert api.status("PUT", "/v1/projects/vision/rules/mine", RULE) == 200
 
     def refused(query: str) -> Any:
         raise BusyError(query, "a read asked for it")
 
     monkeypatch.setattr(sql_rule, "checked", refused)
-    assert api.call("POST", RUNS, {"run": "run-1"}).status_code == 200
+    assert api.status("POST", RUNS, {"run": "run-1"}) == 200
     shown = api.call("GET", f"{RUNS}/run-1")
     assert shown.status_code == 200
     assert "mine" in {rule["name"] for rule in shown.json()["rules"]}
-    assert api.call("GET", f"{RUNS}/run-1/rules").status_code == 200
-    assert api.call("GET", f"{RUNS}/run-1/rules/mine").status_code == 200
+    assert api.status("GET", f"{RUNS}/run-1/rules") == 200
+    assert api.status("GET", f"{RUNS}/run-1/rules/mine") == 200
 
 
 def test_health_and_readiness_respond_while_all_request_threads_are_busy(api: Api) -> None:
@@ -172,7 +172,7 @@ def test_tests_of_an_unresponsive_receiver_occupy_few_threads(api: Api) -> None:
             assert taken.acquire(timeout=60)
         refused = api.call("POST", f"{at}/test", {})
         assert (refused.status_code, refused.headers.get("retry-after")) == (429, "1")
-        assert api.call("GET", at).status_code == 200
+        assert api.status("GET", at) == 200
         assert api.client.get("/healthz").status_code == 200
         server.released.set()
         assert [answer.result(60).status_code for answer in waiting] == [200, 200]
@@ -195,7 +195,7 @@ def test_store_checks_occupy_few_threads(api: Api, monkeypatch: pytest.MonkeyPat
         try:
             for _ in waiting:
                 assert entered.acquire(timeout=60)
-            assert api.call("POST", at).status_code == 429
+            assert api.status("POST", at) == 429
             assert api.client.get("/healthz").status_code == 200
         finally:
             released.set()

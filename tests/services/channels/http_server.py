@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import ssl
 import threading
@@ -26,6 +27,11 @@ class HttpServer:
     paths: list[str] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The bodies as JSON."""
+        return [json.loads(body) for body in list(self.bodies)]
 
     @property
     def url(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from watchstep_rules.engine.incident import Explanation
 from watchstep_services.channels.delivery import MessagePicture
@@ -71,6 +72,16 @@ def without_public_url(notification: Notification) -> Notification:
     return replace(
         notification, run_url="", alerts=tuple(replace(alert, url="") for alert in notification.alerts)
     )
+
+
+def closed(*required: str, **properties: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of an object that has no other properties than these."""
+    return {
+        "type": "object",
+        "required": list(required),
+        "additionalProperties": False,
+        "properties": properties,
+    }
 
 
 PICTURE_URL = (

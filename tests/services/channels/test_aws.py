@@ -15,7 +15,6 @@ from watchstep_services.channels.aws import (
     EventBridgeReceiver,
     entries,
     failure,
-    send_to_eventbridge,
     sms,
 )
 from watchstep_services.channels.receiver_file import RECEIVER
@@ -175,7 +174,6 @@ def test_entries_are_small_enough() -> None:
     assert isinstance(receiver, EventBridgeReceiver)
     (entry,) = entries(receiver, sample(message="x" * 400_000))
     assert len(entry["Detail"]) < 256_000
-    assert callable(send_to_eventbridge)
 
 
 def test_a_role_is_assumed(aws: Any) -> None:

@@ -16,6 +16,7 @@ from tests.services.channels.samples import (
     NOW,
     PICTURE_URL,
     RUN_PAGE,
+    closed,
     picture,
     sample,
     without_public_url,
@@ -30,55 +31,36 @@ from watchstep_services.notify.flush import message_of
 
 KEY = "e93facc04764012d7bfb002500d5d1a6"
 LINK = {"type": "string", "pattern": "^https?://"}
-EVENT = {
-    "type": "object",
-    "required": ["routing_key", "event_action", "dedup_key", "payload"],
-    "additionalProperties": False,
-    "properties": {
-        "routing_key": {"type": "string", "minLength": 32, "maxLength": 32},
-        "event_action": {"enum": ["trigger", "acknowledge", "resolve"]},
-        "dedup_key": {"type": "string", "minLength": 1, "maxLength": 255},
-        "client": {"type": "string"},
-        "client_url": LINK,
-        "payload": {
-            "type": "object",
-            "required": ["summary", "severity", "source"],
-            "additionalProperties": False,
-            "properties": {
-                "summary": {"type": "string", "minLength": 1, "maxLength": 1024},
-                "timestamp": {"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z$"},
-                "severity": {"enum": ["critical", "warning", "error", "info"]},
-                "source": {"type": "string", "minLength": 1},
-                "component": {"type": "string"},
-                "group": {"type": "string"},
-                "class": {"type": "string"},
-                "custom_details": {"type": "object"},
-            },
-        },
-        "links": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["href"],
-                "additionalProperties": False,
-                "properties": {"href": LINK, "text": {"type": "string"}},
-            },
-        },
-        "images": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["src"],
-                "additionalProperties": False,
-                "properties": {
-                    "src": {"type": "string", "pattern": "^https://"},
-                    "href": LINK,
-                    "alt": {"type": "string"},
-                },
-            },
-        },
+TEXT = {"type": "string"}
+EVENT = closed(
+    "routing_key",
+    "event_action",
+    "dedup_key",
+    "payload",
+    routing_key={"type": "string", "minLength": 32, "maxLength": 32},
+    event_action={"enum": ["trigger", "acknowledge", "resolve"]},
+    dedup_key={"type": "string", "minLength": 1, "maxLength": 255},
+    client=TEXT,
+    client_url=LINK,
+    payload=closed(
+        "summary",
+        "severity",
+        "source",
+        summary={"type": "string", "minLength": 1, "maxLength": 1024},
+        timestamp={"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z$"},
+        severity={"enum": ["critical", "warning", "error", "info"]},
+        source={"type": "string", "minLength": 1},
+        component=TEXT,
+        group=TEXT,
+        custom_details={"type": "object"},
+        **{"class": TEXT},
+    ),
+    links={"type": "array", "items": closed("href", href=LINK, text=TEXT)},
+    images={
+        "type": "array",
+        "items": closed("src", src={"type": "string", "pattern": "^https://"}, href=LINK, alt=TEXT),
     },
-}
+)
 """https://github.com/PagerDuty/api-schema: reference/events-v2/openapiv3.json, and the limits of the developer documentation."""
 
 

@@ -15,6 +15,7 @@ from tests.services.channels.samples import (
     NOW,
     PICTURE_URL,
     RUN_PAGE,
+    closed,
     picture,
     sample,
     without_public_url,
@@ -28,91 +29,69 @@ from watchstep_services.core.egress import EgressPolicy
 from watchstep_services.notify.flush import message_of
 
 TEAMS = {"kind": "teams", "url": {"env": "WATCHSTEP_RECEIVER_TEAMS"}}
-OPEN = {
-    "type": "object",
-    "required": ["type", "url"],
-    "additionalProperties": False,
-    "properties": {
-        "type": {"const": "Action.OpenUrl"},
-        "title": {"type": "string"},
-        "url": {"type": "string", "pattern": "^https?://"},
-    },
-}
+STRING = {"type": "string"}
+OPEN = closed(
+    "type",
+    "url",
+    type={"const": "Action.OpenUrl"},
+    title=STRING,
+    url={"type": "string", "pattern": "^https?://"},
+)
 COLOURS = ["Default", "Dark", "Light", "Accent", "Good", "Warning", "Attention"]
-RUN = {
-    "type": "object",
-    "required": ["type", "text"],
-    "additionalProperties": False,
-    "properties": {
-        "type": {"const": "TextRun"},
-        "text": {"type": "string", "minLength": 1},
-        "weight": {"enum": ["Lighter", "Default", "Bolder"]},
-        "size": {"enum": ["Default", "Small", "Medium", "Large", "ExtraLarge"]},
-        "color": {"enum": COLOURS},
-        "fontType": {"enum": ["Default", "Monospace"]},
-        "isSubtle": {"type": "boolean"},
-        "selectAction": OPEN,
-    },
-}
-TEXT = {
-    "type": "object",
-    "required": ["type", "inlines"],
-    "additionalProperties": False,
-    "properties": {
-        "type": {"const": "RichTextBlock"},
-        "separator": {"type": "boolean"},
-        "inlines": {"type": "array", "minItems": 1, "items": RUN},
-    },
-}
-IMAGE = {
-    "type": "object",
-    "required": ["type", "url"],
-    "additionalProperties": False,
-    "properties": {
-        "type": {"const": "Image"},
-        "url": {"type": "string", "pattern": "^https://"},
-        "altText": {"type": "string"},
-        "size": {"enum": ["Auto", "Stretch", "Small", "Medium", "Large"]},
-        "msteams": {"type": "object"},
-        "selectAction": OPEN,
-    },
-}
-MESSAGE = {
-    "type": "object",
-    "required": ["type", "attachments"],
-    "additionalProperties": False,
-    "properties": {
-        "type": {"const": "message"},
-        "attachments": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["contentType", "content"],
-                "additionalProperties": False,
-                "properties": {
-                    "contentType": {"const": "application/vnd.microsoft.card.adaptive"},
-                    "contentUrl": {"type": "null"},
-                    "content": {
-                        "type": "object",
-                        "required": ["type", "version", "body"],
-                        "additionalProperties": False,
-                        "properties": {
-                            "$schema": {"const": "http://adaptivecards.io/schemas/adaptive-card.json"},
-                            "type": {"const": "AdaptiveCard"},
-                            "version": {"const": "1.4"},
-                            "fallbackText": {"type": "string"},
-                            "msteams": {"type": "object"},
-                            "body": {"type": "array", "items": {"oneOf": [TEXT, IMAGE]}},
-                            "actions": {"type": "array", "maxItems": 6, "items": OPEN},
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
+RUN = closed(
+    "type",
+    "text",
+    type={"const": "TextRun"},
+    text={"type": "string", "minLength": 1},
+    weight={"enum": ["Lighter", "Default", "Bolder"]},
+    size={"enum": ["Default", "Small", "Medium", "Large", "ExtraLarge"]},
+    color={"enum": COLOURS},
+    fontType={"enum": ["Default", "Monospace"]},
+    isSubtle={"type": "boolean"},
+    selectAction=OPEN,
+)
+TEXT = closed(
+    "type",
+    "inlines",
+    type={"const": "RichTextBlock"},
+    separator={"type": "boolean"},
+    inlines={"type": "array", "minItems": 1, "items": RUN},
+)
+IMAGE = closed(
+    "type",
+    "url",
+    type={"const": "Image"},
+    url={"type": "string", "pattern": "^https://"},
+    altText=STRING,
+    size={"enum": ["Auto", "Stretch", "Small", "Medium", "Large"]},
+    msteams={"type": "object"},
+    selectAction=OPEN,
+)
+CARD = closed(
+    "type",
+    "version",
+    "body",
+    type={"const": "AdaptiveCard"},
+    version={"const": "1.4"},
+    fallbackText=STRING,
+    msteams={"type": "object"},
+    body={"type": "array", "items": {"oneOf": [TEXT, IMAGE]}},
+    actions={"type": "array", "maxItems": 6, "items": OPEN},
+    **{"$schema": {"const": "http://adaptivecards.io/schemas/adaptive-card.json"}},
+)
+ATTACHMENT = closed(
+    "contentType",
+    "content",
+    contentType={"const": "application/vnd.microsoft.card.adaptive"},
+    contentUrl={"type": "null"},
+    content=CARD,
+)
+MESSAGE = closed(
+    "type",
+    "attachments",
+    type={"const": "message"},
+    attachments={"type": "array", "minItems": 1, "maxItems": 1, "items": ATTACHMENT},
+)
 """Of https://adaptivecards.io/schemas/1.4.0/adaptive-card.json, the elements that a card of ours has; and the webhook's envelope."""
 
 

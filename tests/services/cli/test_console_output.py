@@ -5,9 +5,8 @@ from typing import Any
 
 from sqlalchemy import update
 
-from tests.services.dispatch.receiver import receiving
+from tests.services.channels.http_server import http_server, status
 from tests.services.driving import Driven, make_service
-from tests.services.recording import Recording
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.cli.serve import ConsoleOutput
@@ -33,12 +32,10 @@ def test_each_event_is_printed_once(sqlite: Database, folder_store: Store) -> No
         {"rule": "exploding_gradient", "actions": ["stop"]},
     ]
     driven = Driven(make_service(sqlite, folder_store, [RuleConfig.model_validate(rule) for rule in rules]))
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     output = ConsoleOutput(sqlite)
     assert output.new_lines() == []
-    driven.announce(run_id, recording.write(0, 0, 43, faulty_values))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 43, faulty_values))
     lines = output.new_lines()
     assert lines[0] == "watchstep: vision/run-1: non_finite_values (warning) firing at step 41"
     assert lines[1] == "  message bad\nloss"  # made printable where it is shown
@@ -46,8 +43,7 @@ def test_each_event_is_printed_once(sqlite: Database, folder_store: Store) -> No
         "watchstep: vision/run-1: exploding_gradient (warning) firing at step 42; inhibited by non_finite_values"
     )
     assert output.new_lines() == []
-    driven.announce(run_id, recording.write(1, 44, 60, faulty_values))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(1, 44, 60, faulty_values))
     heads = [line for line in output.new_lines() if line.startswith("watchstep")]
     assert "watchstep: vision/run-1: non_finite_values (warning) resolved at step 45" in heads
     assert "watchstep: vision/run-1: exploding_gradient (warning) firing at step 45" in heads
@@ -58,8 +54,7 @@ def test_each_event_is_printed_once(sqlite: Database, folder_store: Store) -> No
 def test_a_failed_rule_is_reported_and_its_recovery(sqlite: Database, folder_store: Store) -> None:
     mine = RuleConfig(rule="overfit", name="mine")
     driven = Driven(make_service(sqlite, folder_store, [mine, RuleConfig(rule="non_finite_values")]))
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     output = ConsoleOutput(sqlite)
 
     def lines_with(data: dict[str, Any], seq: int) -> list[str]:
@@ -82,14 +77,11 @@ def test_a_failed_rule_is_reported_and_its_recovery(sqlite: Database, folder_sto
 def test_a_failing_webhook_is_reported_after_three_tries_and_when_given_up(
     sqlite: Database, folder_store: Store
 ) -> None:
-    with receiving() as receiver:
-        receiver.answers = [500] * 3 + [404]
+    with http_server() as receiver:
+        receiver.answers = [status(500)] * 3 + [status(404)]
         rule = {"rule": "non_finite_values", "actions": [{"webhook": f"{receiver.url}/secret"}]}
         driven = Driven(make_service(sqlite, folder_store, [RuleConfig.model_validate(rule)]))
-        recording = Recording(folder_store).begin()
-        run_id = driven.register()
-        driven.announce(run_id, recording.write(0, 0, 43, faulty_values))
-        driven.settle(run_id)
+        _, run_id = driven.record(faulty_values, last=43)
         output = ConsoleOutput(sqlite)
         (action,) = driven.actions(run_id)
         said = []

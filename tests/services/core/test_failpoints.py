@@ -13,7 +13,7 @@ from sqlalchemy import event, select, update
 
 from tests.service_fixtures import DATABASES
 from tests.services.announcing import announcing
-from tests.services.dispatch.receiver import Receiver, receiving
+from tests.services.channels.http_server import HttpServer, http_server
 from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres
 from tests.services.recording import PROJECT, Recording, nan_from
@@ -27,11 +27,10 @@ from watchstep_services.api.routes.announcements import announce
 from watchstep_services.api.schemas.models import AnnouncementInput
 from watchstep_services.core.failpoints import POINTS, failpoint, listening
 from watchstep_services.db.engine import Database, open_database
-from watchstep_services.db.models import ActionRow, Attempt, BoundJobRow, RunRow
+from watchstep_services.db.models import ActionRow, Attempt, RunRow
 from watchstep_services.db.schema import upgrade
 from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.evaluation.evaluate import evaluate
-from watchstep_services.runs import attempts
 from watchstep_services.runs.claim import claim
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.scheduler.sweep import sweep
@@ -103,21 +102,14 @@ class Mortal:
     def go_on(self) -> None:
         """One round of everything that is due."""
         found: list[Any] = []
-        with (
-            self.driven.service.database.write() as session
-        ):  # time goes by: the run is looked at, messages are lost
-            session.execute(
-                update(RunRow)
-                .filter_by(id=self.run_id)
-                .values(poll_ns=0, poll_interval_ns=0, listed_ns=0, requested_ns=0)
-            )
+        # time goes by: the run is looked at, messages are lost
+        self.driven.change(RunRow, self.run_id, poll_ns=0, poll_interval_ns=0, listed_ns=0, requested_ns=0)
         self.do(lambda: found.append(sweep(self.driven.service)))
         for work in found:
             for run_id in work.runs:
                 self.do(lambda run_id=run_id: self._evaluate(run_id))  # type: ignore[misc]
         for action in self._pending():
-            with self.driven.service.database.write() as session:
-                session.get_one(ActionRow, action.id).next_ns = 0
+            self.driven.change(ActionRow, action.id, next_ns=0)
             self.do(lambda action=action: dispatch(self.driven.service, action.id))  # type: ignore[misc]
 
     def _evaluate(self, run_id: int) -> None:
@@ -133,8 +125,7 @@ class Mortal:
         return run.state == "stopped" and not self._pending() and not behind
 
     def attempt(self) -> Attempt:
-        with self.driven.service.database.read() as session:
-            return session.execute(select(Attempt).filter_by(run_id=self.run_id)).scalar_one()
+        return self.driven.one(select(Attempt).filter_by(run_id=self.run_id))
 
 
 @contextmanager
@@ -158,7 +149,7 @@ class Place:
 
     database: Database
     store: Store
-    receiver: Receiver
+    receiver: HttpServer
 
 
 @pytest.fixture(scope="module", params=DATABASES)
@@ -172,7 +163,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         database = open_database(url)
         stack.callback(database.close)
         upgrade(database)
-        yield Place(database, Store.open(folder / "store", create=True), stack.enter_context(receiving()))
+        yield Place(database, Store.open(folder / "store", create=True), stack.enter_context(http_server()))
 
 
 def lived(place: Place, point: str, deaths: int) -> tuple[Mortal, CountedJob]:
@@ -188,13 +179,7 @@ def lived(place: Place, point: str, deaths: int) -> tuple[Mortal, CountedJob]:
     driven = Driven(replace(service, backends={"counted": job}))
     recording = Recording(place.store, run).begin(on_stop="raise")
     run_id = driven.register(run)
-    with database.write() as session:
-        attempts.ensure(session, run_id, "a1")
-        session.add(
-            BoundJobRow(
-                run_id=run_id, attempt="a1", backend="counted", job_id=run, identity={}, bound_by="operator"
-            )
-        )
+    driven.bind(run_id, JobHandle("counted", run, {}))
     mortal = Mortal(driven, run_id, point, deaths)
     with listening(mortal), no_transaction_when_dead(database, mortal):
         for seq in range(3):
@@ -233,11 +218,9 @@ def test_whoever_dies_at_a_point_loses_and_doubles_nothing(place: Place, point: 
     assert ticks == list(range(driven.run(run_id).ticks))
 
 
-def _somebody_was_told(mortal: Mortal, receiver: Receiver) -> None:
+def _somebody_was_told(mortal: Mortal, receiver: HttpServer) -> None:
     """Of the alert with a webhook at least once, however often; of the other never."""
-    firing = [
-        event for event in mortal.driven.events(mortal.run_id) if event["type"] == "io.watchstep.alert.firing"
-    ]
+    firing = mortal.driven.events(mortal.run_id, "alert.firing")
     told = {event["id"] for event in receiver.events}
     assert [event["id"] in told for event in firing] == [
         bool(event["data"]["rule_config"]["actions"][1:]) for event in firing
@@ -326,16 +309,9 @@ def test_a_signal_of_a_process_that_died_is_sent_again_or_counts(
     driven = Driven(replace(service, backends={"stubborn": job}))
     recording = Recording(place.store, run).begin(on_stop="ignore")
     run_id = driven.register(run)
-    with place.database.write() as session:
-        attempts.ensure(session, run_id, "a1")
-        session.add(
-            BoundJobRow(
-                run_id=run_id, attempt="a1", backend="stubborn", job_id=run, identity={}, bound_by="operator"
-            )
-        )
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
-    (action,) = [action for action in driven.actions(run_id) if action.kind == "stop"]
+    driven.bind(run_id, JobHandle("stubborn", run, {}))
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
+    (action,) = driven.actions(run_id, "stop")
     mortal = Mortal(driven, run_id, point, 3)
     with listening(mortal), no_transaction_when_dead(place.database, mortal):
         for _ in range(20):
@@ -345,10 +321,10 @@ def test_a_signal_of_a_process_that_died_is_sent_again_or_counts(
             if not mortal._pending():
                 break
     assert mortal.died >= 1
-    (done,) = [event for event in driven.events(run_id) if event["type"] == "io.watchstep.stop.done"]
+    (done,) = driven.events(run_id, "stop.done")
     assert done["data"]["how"] == ("terminated" if stage == "asked to end" else "killed")
     assert job.gone
-    assert [row.state for row in driven.actions(run_id) if row.kind == "stop"] == ["done"]
+    assert [row.state for row in driven.actions(run_id, "stop")] == ["done"]
     assert advance_run(driven.service, run_id) == "stopped"
 
 

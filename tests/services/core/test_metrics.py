@@ -54,21 +54,18 @@ def test_names_follow_prometheus_conventions() -> None:
     assert not set(names) & set(FIGURES)
 
 
-def test_an_evaluation_a_notification_and_a_lost_lease_are_counted(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
+def test_an_evaluation_a_notification_and_a_lost_lease_are_counted(driven_sqlite: Driven) -> None:
     before = read()
     run_id = driven_sqlite.register()
-    recording = Recording(folder_store).begin()
-    driven_sqlite.announce(run_id, recording.write(0, 0, 3), recording.write(1, 4, 7, nan_from(6)))
-    driven_sqlite.settle(run_id)
+    recording = driven_sqlite.recording().begin()
+    driven_sqlite.judge(run_id, recording.write(0, 0, 3), recording.write(1, 4, 7, nan_from(6)))
     assert driven_sqlite.evaluate(run_id).outcome == "idle"
     assert grown(before, "watchstep_evaluations_total{outcome=committed}") >= 1
     assert grown(before, "watchstep_evaluations_total{outcome=idle}") == 1
     assert grown(before, "watchstep_segments_total{result=read}") == 2
     assert grown(before, "watchstep_evaluation_lag_seconds_count") == 2
     assert grown(before, "watchstep_rule_seconds_count{rule=non_finite_values}") >= 1
-    (stop, *_) = [action for action in driven_sqlite.actions(run_id) if action.kind == "stop"]
+    (stop, *_) = driven_sqlite.actions(run_id, "stop")
     assert dispatch(driven_sqlite.service, stop.id) is not None
     assert sum(
         value - before.get(name, 0.0)

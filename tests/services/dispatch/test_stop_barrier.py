@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from tests.laws import examples
 from tests.services.driving import Driven
-from tests.services.recording import Recording
 from watchstep.capture.stop import BarrierStop
 from watchstep.format.control import ControlDocument, StopAnswer, StopRequest
-from watchstep.store.store import Store
 from watchstep_services.dispatch.barrier import AttemptPace, SegmentArrival, following
 from watchstep_services.runs.stops import request_stop
 
@@ -261,13 +259,9 @@ def test_without_a_pace_the_margin_is_in_steps() -> None:
     assert AttemptPace.of(together, -1, SECOND).margin(SECOND) == 16
 
 
-def test_steps_that_are_only_announced_do_not_postpone_a_stop(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
-    recording = Recording(folder_store).begin(world_size=2)
-    run_id = driven_sqlite.register()
-    driven_sqlite.announce(run_id, recording.write(0, 0, 7), recording.write(0, 0, 7, worker=1))
-    driven_sqlite.settle(run_id)
+def test_steps_that_are_only_announced_do_not_postpone_a_stop(driven_sqlite: Driven) -> None:
+    recording, run_id = driven_sqlite.begin(world_size=2)
+    driven_sqlite.judge(run_id, recording.write(0, 0, 7), recording.write(0, 0, 7, worker=1))
     driven_sqlite.announce(
         run_id, recording.key(900, 10**15, 10**15)
     )  # by anyone who may record in the project

@@ -23,9 +23,8 @@ from watchstep_launch.backend import JobHandle
 from watchstep_launch.backends.local.backend import Local
 from watchstep_services.core.settings import load_settings
 from watchstep_services.core.store_location import StoreRegistration
-from watchstep_services.db.models import ActionRow, AuditEntry, BoundJobRow, RunRow
+from watchstep_services.db.models import ActionRow, AuditEntry, RunRow
 from watchstep_services.dispatch.dispatch import dispatch
-from watchstep_services.runs import attempts
 from watchstep_services.runs.control import MIRROR
 from watchstep_services.runs.registration import register
 from watchstep_services.runs.stops import StopStage, request_stop
@@ -64,8 +63,7 @@ class Stopping:
         return self.try_action(self.action_id)
 
     def try_action(self, action_id: int) -> tuple[str, str, int]:
-        with self.driven.service.database.write() as session:
-            session.get_one(ActionRow, action_id).next_ns = 0
+        self.driven.change(ActionRow, action_id, next_ns=0)
         tried = dispatch(self.driven.service, action_id)
         assert tried is not None
         return tried.result, tried.detail, tried.stage
@@ -80,7 +78,7 @@ class Stopping:
         return None if data is None else ControlDocument.decode(data)
 
     def mirrors(self) -> list[ActionRow]:
-        return [action for action in self.driven.actions(self.run_id) if action.kind == MIRROR]
+        return self.driven.actions(self.run_id, MIRROR)
 
     def audited(self) -> list[tuple[str, str]]:
         """Kind of each line of the audit log, and the outcome of the tries."""
@@ -89,9 +87,7 @@ class Stopping:
             return [(row.kind, row.data.get("outcome", "")) for row in rows]
 
     def how(self) -> str:
-        (done,) = [
-            event for event in self.driven.events(self.run_id) if event["type"] == "io.watchstep.stop.done"
-        ]
+        (done,) = self.driven.events(self.run_id, "stop.done")
         return str(done["data"]["how"])
 
 
@@ -105,14 +101,6 @@ def with_project(service: Service, s3: FaultyS3) -> None:
         create_project(session, FAR, register_store(session, "bucket", placed))
 
 
-def bind(service: Service, run_id: int, job: JobHandle) -> None:
-    with service.database.write() as session:
-        attempts.ensure(session, run_id, "a1")
-        session.add(
-            BoundJobRow(run_id=run_id, attempt="a1", backend=job.backend, job_id=job.id, identity=dict(job.identity), bound_by="operator")
-        )  # fmt: skip
-
-
 def stopping(
     driven: Driven, s3: FaultyS3, job: JobHandle | None, *, on_stop: str = "raise", world_size: int = 1
 ) -> Stopping:
@@ -122,9 +110,8 @@ def stopping(
     recording.begin(on_stop=on_stop, world_size=world_size)  # type: ignore[arg-type]
     run_id = register(driven.service, FAR, "run-1", (), "operator")
     if job is not None:
-        bind(driven.service, run_id, job)
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+        driven.bind(run_id, job)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     (action,) = driven.actions(run_id)
     return Stopping(driven, s3, recording, run_id, action.id)
 
@@ -150,10 +137,8 @@ def test_a_job_is_terminated_after_its_grace_time_and_the_tombstone_follows(
     assert (outcome, stage) == ("error", StopStage.REQUESTED)
     assert detail.startswith("store s3://bucket/runs: ")
     assert "receive the request only in answers to their announcements" in detail
-    assert (stop.requested_document().stop is not None, bool(stop.requested_document().tombstone)) == (
-        True,
-        True,
-    )
+    assert stop.requested_document().stop is not None
+    assert stop.requested_document().tombstone
     assert backend.status(job).state == "running"
     action = driven.finish(stop.action_id)
 
@@ -194,9 +179,9 @@ def test_a_job_that_ignores_sigterm_is_killed_after_another_grace_time(
 
 
 def test_a_program_that_does_not_listen_is_terminated_at_the_first_try(
-    driven: Driven, s3: FaultyS3, tmp_path: Path
+    driven_sqlite: Driven, s3: FaultyS3, tmp_path: Path
 ) -> None:
-    driven = driven.with_settings(grace_seconds=3600.0)
+    driven = driven_sqlite.with_settings(grace_seconds=3600.0)
     job = launch(local(driven), tmp_path, WILLING)
     stop = stopping(driven, s3, job, on_stop="ignore")
     s3.fault = "denied"
@@ -207,8 +192,8 @@ def test_a_program_that_does_not_listen_is_terminated_at_the_first_try(
     assert len(stop.mirrors()) == 1
 
 
-def test_without_a_job_it_is_tried_until_the_store_answers(driven: Driven, s3: FaultyS3) -> None:
-    driven = driven.with_settings(max_tries=2)
+def test_without_a_job_it_is_tried_until_the_store_answers(driven_sqlite: Driven, s3: FaultyS3) -> None:
+    driven = driven_sqlite.with_settings(max_tries=2)
     stop = stopping(driven, s3, None)
     s3.fault = "denied"
     for _ in range(5):
@@ -219,30 +204,30 @@ def test_without_a_job_it_is_tried_until_the_store_answers(driven: Driven, s3: F
 
 
 def test_workers_that_are_reached_within_the_grace_time_stop_by_themselves(
-    driven: Driven, s3: FaultyS3, tmp_path: Path
+    driven_sqlite: Driven, s3: FaultyS3, tmp_path: Path
 ) -> None:
-    job = launch(local(driven), tmp_path, WILLING)
-    stop = stopping(driven, s3, job)
+    job = launch(local(driven_sqlite), tmp_path, WILLING)
+    stop = stopping(driven_sqlite, s3, job)
     s3.fault = "denied"
     assert stop.try_once()[::2] == ("error", StopStage.REQUESTED)
     s3.fault = "none"
     (mirror,) = stop.mirrors()
-    assert driven.finish(mirror.id).state == "done"
+    assert driven_sqlite.finish(mirror.id).state == "done"
     document = stop.on_store()
     assert document is not None
     assert document.stop is not None
     assert document.stop.agreed
     stop.recording.end("stopped", 8)
-    local(driven).stop(job)
-    assert driven.finish(stop.action_id).state == "done"
+    local(driven_sqlite).stop(job)
+    assert driven_sqlite.finish(stop.action_id).state == "done"
     assert stop.how() == "cooperative"
 
 
 @pytest.mark.parametrize("grace", [0.1, 3600.0])
 def test_a_store_that_refuses_after_a_stop_request_delays_nothing(
-    driven: Driven, s3: FaultyS3, tmp_path: Path, grace: float
+    driven_sqlite: Driven, s3: FaultyS3, tmp_path: Path, grace: float
 ) -> None:
-    driven = driven.with_settings(grace_seconds=grace)
+    driven = driven_sqlite.with_settings(grace_seconds=grace)
     job = launch(local(driven), tmp_path, WILLING)
     stop = stopping(driven, s3, job, world_size=2)
     assert stop.try_once()[::2] == ("advanced", StopStage.REQUESTED)
@@ -260,13 +245,15 @@ def test_a_store_that_refuses_after_a_stop_request_delays_nothing(
     assert stop.how() == "terminated"
 
 
-def test_workers_of_unknown_number_get_no_agreed_step(driven: Driven, s3: FaultyS3, tmp_path: Path) -> None:
-    driven = driven.with_settings(grace_seconds=3600.0)
+def test_workers_of_unknown_number_get_no_agreed_step(
+    driven_sqlite: Driven, s3: FaultyS3, tmp_path: Path
+) -> None:
+    driven = driven_sqlite.with_settings(grace_seconds=3600.0)
     with_project(driven.service, s3)
     recording = Recording(open_bucket(s3), project=FAR).begin(world_size=2)
     run_id = register(driven.service, FAR, "run-1", (), "operator")
     job = launch(local(driven), tmp_path, WILLING)
-    bind(driven.service, run_id, job)
+    driven.bind(run_id, job)
     with driven.service.database.write() as session:
         action_id = request_stop(session, driven.service.base_url, run_id, "a1", ("", "enough"))
     assert action_id is not None
@@ -311,7 +298,7 @@ def test_a_stop_that_people_request_reaches_a_job_whose_store_refuses(s3: Faulty
         with_project(service, s3)
         Recording(open_bucket(s3), project=FAR).begin()
         run_id = register(service, FAR, "run-1", (), "operator")
-        bind(service, run_id, job)
+        Driven(service).bind(run_id, job)
         s3.fault = "denied"
         answer = httpx.post(
             f"{embedded.url}/v1/projects/{FAR}/runs/run-1/stop",

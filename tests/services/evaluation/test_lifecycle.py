@@ -3,8 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.services.driving import Driven
-from tests.services.recording import Recording, nan_from
-from watchstep.store.store import Store
+from tests.services.recording import nan_from
 from watchstep_launch.backend import JobStatus
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import Facts, advance_run, next_state
@@ -84,9 +83,8 @@ def test_the_exit_code_of_a_job_says_more_than_an_end_in_good_order() -> None:
     assert state(**ended, job=JobStatus("running"), silent_ns=GRACE) == "completed"
 
 
-def test_events_tell_start_and_end(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+def test_events_tell_start_and_end(driven: Driven) -> None:
+    recording, run_id = driven.begin()
     assert advance_run(driven.service, run_id) == "created"
     recording.write_all([3, 7])
     recording.end("failed", 7)
@@ -98,17 +96,15 @@ def test_events_tell_start_and_end(driven: Driven, folder_store: Store) -> None:
     assert driven.event_types(run_id) == ["run.ended"]
     assert driven.events(run_id)[0]["data"]["last_step"] == 7
 
-    again = Recording(folder_store, attempt="a2").begin()
+    again = driven.recording(attempt="a2").begin()
     again.write_all([9])
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert advance_run(driven.service, run_id) == "running"
     assert driven.event_types(run_id) == ["run.ended", "run.started"]
 
 
-def test_a_run_starts_before_the_alerts_of_its_first_evaluation(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+def test_a_run_starts_before_the_alerts_of_its_first_evaluation(driven: Driven) -> None:
+    recording, run_id = driven.begin()
     recording.write_all([3, 7], nan_from(5))
     discover(driven.service, run_id)
     driven.settle(run_id)  # nobody has looked at the run's life yet
@@ -120,34 +116,28 @@ def test_a_run_starts_before_the_alerts_of_its_first_evaluation(driven: Driven, 
     assert driven.event_types(run_id).count("run.started") == 1
 
 
-def test_so_does_another_attempt_of_a_run_that_is_over(driven: Driven, folder_store: Store) -> None:
-    first = Recording(folder_store).begin()
+def test_so_does_another_attempt_of_a_run_that_is_over(driven: Driven) -> None:
+    first = driven.recording().begin()
     run_id = driven.register()
     first.write_all([7])
     first.end("failed", 7)
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert advance_run(driven.service, run_id) == "failed"
-    again = Recording(folder_store, attempt="a2").begin()
+    again = driven.recording(attempt="a2").begin()
     again.write_all([3, 7], nan_from(5))
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert driven.event_types(run_id)[:3] == ["run.ended", "run.started", "alert.firing"]
 
 
-def test_an_attempt_that_is_replaced_before_anybody_saw_its_end_has_ended_first(
-    driven: Driven, folder_store: Store
-) -> None:
-    first = Recording(folder_store).begin()
+def test_an_attempt_that_is_replaced_before_anybody_saw_its_end_has_ended_first(driven: Driven) -> None:
+    first = driven.recording().begin()
     run_id = driven.register()
     first.write_all([7])
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     first.end("stopped", 7)
-    again = Recording(folder_store, attempt="a2").begin()
+    again = driven.recording(attempt="a2").begin()
     again.write_all([3, 7], nan_from(5))
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert advance_run(driven.service, run_id) == "running"
     types = ["run.started", "run.ended", "run.started", "alert.firing"]
     assert driven.event_types(run_id)[:4] == types
@@ -157,29 +147,25 @@ def test_an_attempt_that_is_replaced_before_anybody_saw_its_end_has_ended_first(
     assert driven.run(run_id).state == "running"
 
 
-def test_a_restart_inside_a_launch_is_no_end_of_the_launch(driven: Driven, folder_store: Store) -> None:
-    first = Recording(folder_store).begin()
+def test_a_restart_inside_a_launch_is_no_end_of_the_launch(driven: Driven) -> None:
+    first = driven.recording().begin()
     run_id = driven.register()
     first.write_all([7])
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     first.end("failed", 7)
-    again = Recording(folder_store, attempt="a1-r1").begin()
+    again = driven.recording(attempt="a1-r1").begin()
     again.write_all([3, 7])
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert advance_run(driven.service, run_id) == "running"
     assert driven.event_types(run_id) == ["run.started"]
 
 
-def test_rows_that_come_after_the_end_start_no_run(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+def test_rows_that_come_after_the_end_start_no_run(driven: Driven) -> None:
+    recording, run_id = driven.begin()
     recording.write_all([3])
     recording.written["w0"].append(recording.key(1, 4, 7))
     recording.end("completed", 7)
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert advance_run(driven.service, run_id) == "completed"
     recording.write(1, 4, 7, nan_from(5))
     discover(driven.service, run_id)
@@ -194,12 +180,8 @@ def test_rows_that_come_after_the_end_start_no_run(driven: Driven, folder_store:
     assert [kind for kind in driven.event_types(run_id) if kind.startswith("run.")] == ["run.ended"]
 
 
-def test_a_run_that_was_lost_goes_on_when_it_is_heard_of(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 3))
-    driven.settle(run_id)
+def test_a_run_that_was_lost_goes_on_when_it_is_heard_of(driven: Driven) -> None:
+    recording, run_id = driven.record(last=3)
     assert advance_run(driven.with_settings(silent_seconds=1e-9).service, run_id) == "lost"
-    driven.announce(run_id, recording.write(1, 4, 7))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(1, 4, 7))
     assert advance_run(driven.service, run_id) == "running"

@@ -12,7 +12,6 @@ from tests.services.recording import LOSS, Recording, nan_from
 from watchstep.format import documents, segment
 from watchstep.format.documents import EndDocument
 from watchstep.format.layout import SegmentKey, WriterId, end_document
-from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.evaluation import watermark as watermarks
 from watchstep_services.evaluation.collect import spans_of_ranks
@@ -69,15 +68,11 @@ def test_progress_is_kept_as_data() -> None:
 SEALED = (RuleConfig(rule="vanishing_gradient"),)
 
 
-def test_two_workers_seal_together_and_a_dead_one_is_passed(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin(world_size=2)
-    run_id = driven.register(rules=SEALED)
-    driven.announce(run_id, recording.write(0, 0, 7))
-    driven.settle(run_id)
+def test_two_workers_seal_together_and_a_dead_one_is_passed(driven: Driven) -> None:
+    recording, run_id = driven.record(rules=SEALED, world_size=2)
     assert driven.watermarks(run_id) == []
 
-    driven.announce(run_id, recording.write(0, 0, 5, worker=1))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 5, worker=1))
     assert driven.watermarks(run_id) == [(5, "passed")]
 
     driven.with_settings(allowed_lateness_seconds=0.0).settle(run_id)
@@ -85,14 +80,12 @@ def test_two_workers_seal_together_and_a_dead_one_is_passed(driven: Driven, fold
     assert {row[0]: row[3] for row in driven.memories()}.keys() == {1, 2, 3}
 
 
-def test_a_worker_that_ended_holds_nothing_up_once_it_is_read(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin(world_size=2)
-    run_id = driven.register(rules=SEALED)
+def test_a_worker_that_ended_holds_nothing_up_once_it_is_read(driven: Driven) -> None:
+    recording, run_id = driven.begin(rules=SEALED, world_size=2)
     recording.write_all([3, 7])
     recording.write_all([2, 5], worker=1)
     recording.end("failed", 5, worker=1)
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert driven.watermarks(run_id) == [(7, "passed")]
 
 
@@ -107,23 +100,18 @@ def of_a_node(recording: Recording, seq: int, *reaches: tuple[int, int, int]) ->
     return key
 
 
-def test_ranks_of_one_writer_are_each_as_far_as_their_own_rows(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin(world_size=2)
-    run_id = driven.register(rules=SEALED)
-    driven.announce(run_id, of_a_node(recording, 0, (0, 0, 7), (1, 0, 3)))
-    driven.settle(run_id)
+def test_ranks_of_one_writer_are_each_as_far_as_their_own_rows(driven: Driven) -> None:
+    recording, run_id = driven.begin(rules=SEALED, world_size=2)
+    driven.judge(run_id, of_a_node(recording, 0, (0, 0, 7), (1, 0, 3)))
     assert driven.watermarks(run_id) == [(3, "passed")]
-    driven.announce(run_id, of_a_node(recording, 1, (0, 8, 9)))
-    driven.settle(run_id)
+    driven.judge(run_id, of_a_node(recording, 1, (0, 8, 9)))
     assert driven.watermarks(run_id) == [(3, "passed")]
-    driven.announce(run_id, of_a_node(recording, 2, (0, 10, 12), (1, 4, 8)))
-    driven.settle(run_id)
+    driven.judge(run_id, of_a_node(recording, 2, (0, 10, 12), (1, 4, 8)))
     assert driven.watermarks(run_id) == [(3, "passed"), (8, "passed")]
 
 
-def test_a_worker_whose_announcements_are_lost_is_not_silent(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin(world_size=2)
-    run_id = driven.register(rules=(RuleConfig(rule="non_finite_values"),))
+def test_a_worker_whose_announcements_are_lost_is_not_silent(driven: Driven) -> None:
+    recording, run_id = driven.begin(rules=(RuleConfig(rule="non_finite_values"),), world_size=2)
     discover(driven.service, run_id)
     driven.announce(run_id, recording.write(0, 0, 7))
     recording.write(0, 0, 7, nan_from(4), worker=1)  # nobody announces it
@@ -188,28 +176,22 @@ def test_what_was_heard_of_very_many_ranks_is_taken_in_at_once(monkeypatch: pyte
     }
 
 
-def test_a_segment_of_a_rank_that_is_not_followed_counts_as_damaged(
-    driven: Driven, folder_store: Store
-) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=SEALED)
+def test_a_segment_of_a_rank_that_is_not_followed_counts_as_damaged(driven: Driven) -> None:
+    recording, run_id = driven.begin(rules=SEALED)
     driven.announce(run_id, of_a_node(recording, 0, (0, 0, 7), (MOST_RANKS, 0, 3)))
-    driven.announce(run_id, of_a_node(recording, 1, (0, 8, 9), (MOST_RANKS - 1, 8, 9)))
-    driven.settle(run_id)
+    driven.judge(run_id, of_a_node(recording, 1, (0, 8, 9), (MOST_RANKS - 1, 8, 9)))
     assert set(driven.segments(run_id).values()) == {"corrupt", "read"}
     assert f"contains rank {MOST_RANKS}" in driven.run(run_id).health["last_corrupt"]
 
 
-def test_of_ranks_of_one_writer_one_ends_before_the_others(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin(world_size=2)
-    run_id = driven.register(rules=SEALED)
+def test_of_ranks_of_one_writer_one_ends_before_the_others(driven: Driven) -> None:
+    recording, run_id = driven.begin(rules=SEALED, world_size=2)
     of_a_node(recording, 0, (0, 0, 7), (1, 0, 3))
     of_a_node(recording, 1, (0, 8, 9))
     for rank, segments in ((0, 3), (1, 1)):  # of the last one nothing is there
         end = EndDocument(rank, "completed", 3, 1, segments, "node-1")
         recording.store.put(end_document("a1", rank), documents.encode(end))
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert driven.watermarks(run_id) == [(9, "passed")]
     assert driven.segments(run_id) == {("node-1", 0): "read", ("node-1", 1): "read"}
     driven.with_settings(gap_seconds=0.0).settle(run_id)
@@ -243,14 +225,12 @@ def test_no_more_rows_wait_than_memory_may_hold(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rank_that_stays_behind_holds_up_so_many_rows_only(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watermarks, "MOST_ROWS", 60)
-    recording = Recording(folder_store).begin(world_size=2)
-    run_id = driven.register()
+    recording, run_id = driven.begin(world_size=2)
     for seq in range(12):  # each of ten steps with three rows
         driven.announce(run_id, recording.write(seq, 10 * seq, 10 * seq + 9))
-        driven.announce(run_id, recording.write(seq, 0, 0, worker=1))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write(seq, 0, 0, worker=1))
     (_, _, history), *_ = driven.service.histories._entries.values()
     assert len(history.block) < 150

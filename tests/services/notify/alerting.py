@@ -10,8 +10,7 @@ from pydantic import SecretStr
 from sqlalchemy import select
 
 from tests.services.driving import Driven
-from tests.services.recording import Recording, Value
-from watchstep.store.store import Store
+from tests.services.recording import Value
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.channels.receiver_file import ReceiverFile
 from watchstep_services.db.encryption import new_key
@@ -45,13 +44,12 @@ def with_receiver(driven: Driven, receiver: dict[str, Any], **route: Any) -> Dri
     return Driven(replace(driven.service, receiver_file=ReceiverFile.model_validate(written), owner_rules=()))
 
 
-def fire(driven: Driven, store: Store, value: Value = exploding, rule: str = "exploding_gradient") -> int:
+def fire(driven: Driven, value: Value = exploding, rule: str = "exploding_gradient") -> int:
     """Record a run whose alert fires; return its id."""
     driven = Driven(replace(driven.service, owner_rules=()))
-    recording = Recording(store).begin()
-    run_id = driven.register(rules=[RuleConfig.model_validate({"rule": rule, "name": "mine"})])
-    driven.announce(run_id, recording.write(0, 0, LAST, value))
-    driven.settle(run_id)
+    _, run_id = driven.record(
+        value, last=LAST, rules=[RuleConfig.model_validate({"rule": rule, "name": "mine"})]
+    )
     return run_id
 
 

@@ -9,7 +9,6 @@ from sqlalchemy import select
 
 from tests.services.driving import Driven
 from tests.services.recording import NAN, Recording, Value
-from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.channels.receiver_file import ReceiverFile
 from watchstep_services.db.models import AlertGroup, AlertInstanceRow, AlertRow, Incident, Muted
@@ -49,13 +48,12 @@ def nan_in(**begins: int) -> Value:
 def record(
     driven: Driven, recording: Recording, run_id: int, seq: int, steps: tuple[int, int], value: Value
 ) -> None:
-    driven.announce(run_id, recording.write(seq, *steps, value))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(seq, *steps, value))
     flush_due(driven.service)
 
 
 def notifications(driven: Driven, run_id: int) -> list[dict[str, Any]]:
-    return [action.payload["notification"] for action in driven.actions(run_id) if action.kind == "notify"]
+    return [action.payload["notification"] for action in driven.actions(run_id, "notify")]
 
 
 def incidents(driven: Driven) -> list[tuple[int, int, tuple[str, ...]]]:
@@ -65,11 +63,10 @@ def incidents(driven: Driven) -> list[tuple[int, int, tuple[str, ...]]]:
 
 
 def test_an_incident_is_notified_once_and_the_next_notification_names_all_of_it(
-    driven_sqlite: Driven, folder_store: Store
+    driven_sqlite: Driven,
 ) -> None:
     driven = watched(driven_sqlite, {"loss": "warning", "first.weight:gradient": "warning"})
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     record(driven, recording, run_id, 0, (0, 7), nan_in(loss=5))
     record(driven, recording, run_id, 1, (8, 15), nan_in(loss=5, first=9))
     (told,) = notifications(driven, run_id)
@@ -103,13 +100,12 @@ def test_an_incident_is_notified_once_and_the_next_notification_names_all_of_it(
 
 
 def test_a_more_severe_alert_of_an_incident_is_notified_and_does_not_wait_for_the_interval(
-    driven_sqlite: Driven, folder_store: Store
+    driven_sqlite: Driven,
 ) -> None:
     driven = watched(
         driven_sqlite, {"loss": "warning", "first.weight:gradient": "critical"}, group_interval=3600
     )
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     record(driven, recording, run_id, 0, (0, 7), nan_in(loss=5))
     record(driven, recording, run_id, 1, (8, 15), nan_in(loss=5, first=9))
     first, second = notifications(driven, run_id)
@@ -120,33 +116,27 @@ def test_a_more_severe_alert_of_an_incident_is_notified_and_does_not_wait_for_th
     }
 
 
-def test_what_begins_far_from_an_incident_is_notified(driven_sqlite: Driven, folder_store: Store) -> None:
+def test_what_begins_far_from_an_incident_is_notified(driven_sqlite: Driven) -> None:
     driven = watched(driven_sqlite, {"loss": "warning", "first.weight:gradient": "warning"})
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     record(driven, recording, run_id, 0, (0, 7), nan_in(loss=5))
     record(driven, recording, run_id, 1, (8, 80), nan_in(loss=5, first=70))
     assert len(notifications(driven, run_id)) == 2
     assert incidents(driven) == [(5, 5, ("of_loss",)), (70, 70, ("of_first",))]
 
 
-def test_an_earlier_onset_that_comes_later_moves_the_incident(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
+def test_an_earlier_onset_that_comes_later_moves_the_incident(driven_sqlite: Driven) -> None:
     driven = watched(driven_sqlite, {"loss": "warning"})
-    recording = Recording(folder_store).begin(world_size=2)
-    run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 7, nan_in(loss=5), worker=1))
-    driven.settle(run_id)
+    recording, run_id = driven.begin(world_size=2)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_in(loss=5), worker=1))
     assert incidents(driven) == [(5, 5, ("of_loss",))]
-    driven.announce(run_id, recording.write(0, 0, 7, nan_in(loss=3), worker=0))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_in(loss=3), worker=0))
     assert incidents(driven) == [(3, 3, ("of_loss",))]
 
 
-def test_what_a_recorder_asks_for_belongs_to_no_incident(driven_sqlite: Driven, folder_store: Store) -> None:
+def test_what_a_recorder_asks_for_belongs_to_no_incident(driven_sqlite: Driven) -> None:
     driven = watched(driven_sqlite, {"first.weight:gradient": "warning"})
-    recording = Recording(folder_store).begin()
+    recording = driven_sqlite.recording().begin()
     own = RuleConfig.model_validate(
         {"rule": "non_finite_values", "name": "own", "tensors": {"include": "^loss$"}, "severity": "critical"}
     )
@@ -157,12 +147,9 @@ def test_what_a_recorder_asks_for_belongs_to_no_incident(driven_sqlite: Driven, 
     assert incidents(driven) == [(9, 9, ("of_first",))]
 
 
-def test_a_note_of_severity_info_notifies_nobody_and_belongs_to_no_incident(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
+def test_a_note_of_severity_info_notifies_nobody_and_belongs_to_no_incident(driven_sqlite: Driven) -> None:
     driven = watched(driven_sqlite, {"loss": "info", "first.weight:gradient": "warning"})
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     record(driven, recording, run_id, 0, (0, 7), nan_in(loss=5))
     assert notifications(driven, run_id) == []
     assert incidents(driven) == []
@@ -180,13 +167,12 @@ def test_a_note_of_severity_info_notifies_nobody_and_belongs_to_no_incident(
         assert muted == {("", "info")}
 
 
-def test_an_alert_that_is_no_note_any_more_is_notified_of(driven_sqlite: Driven, folder_store: Store) -> None:
+def test_an_alert_that_is_no_note_any_more_is_notified_of(driven_sqlite: Driven) -> None:
     driven = watched(driven_sqlite, {"loss": "info"})
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     record(driven, recording, run_id, 0, (0, 7), nan_in(loss=5))
     driven = watched(driven, {"loss": "warning"})
     driven.register()
-    record(driven, Recording(folder_store, attempt="a2").begin(), run_id, 0, (0, 7), nan_in(loss=5))
+    record(driven, driven_sqlite.recording(attempt="a2").begin(), run_id, 0, (0, 7), nan_in(loss=5))
     (told,) = notifications(driven, run_id)
     assert [(alert["name"], alert["severity"]) for alert in told["alerts"]] == [("of_loss", "warning")]

@@ -146,8 +146,7 @@ class Lives(RuleBasedStateMachine):
 
         self.last = self.recording.write(self.segments, first, first + len(rows) - 1, value)
         self.segments += 1
-        self.driven.announce(self.run_id, self.last)
-        self.driven.settle(self.run_id)
+        self.driven.judge(self.run_id, self.last)
         self.life.judge(rows)
 
     @rule(stretches=STRETCHES, seconds=st.sampled_from([10, 60, 100]))
@@ -162,8 +161,7 @@ class Lives(RuleBasedStateMachine):
     def judge_again(self) -> None:
         """An announcement that comes twice, and evaluations with nothing new."""
         assert self.last is not None
-        self.driven.announce(self.run_id, self.last)
-        self.driven.settle(self.run_id)
+        self.driven.judge(self.run_id, self.last)
         self.driven.settle(self.run_id)
 
     @rule(seconds=st.sampled_from([1, 10, 59, 60, 600, 3600]))
@@ -270,7 +268,7 @@ class Lives(RuleBasedStateMachine):
     def notifications_are_the_models(self) -> None:
         if not hasattr(self, "run_id"):
             return
-        actions = [action for action in self.driven.actions(self.run_id) if action.kind == "notify"]
+        actions = self.driven.actions(self.run_id, "notify")
         for name, group in self.life.groups.items():
             told = [
                 action.payload["notification"] for action in actions if action.payload["receiver"] == name

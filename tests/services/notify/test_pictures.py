@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from sqlalchemy import update
 
-from tests.sdk.format.blocks import Row, block_of
+from tests.sdk.format.blocks import Row
 from tests.services.channels.http_server import HttpServer, http_server
 from tests.services.channels.smtp_server import smtp_server
 from tests.services.driving import Driven
@@ -28,9 +28,8 @@ from tests.services.notify.alerting import (
     reachable,
     with_receiver,
 )
-from tests.services.recording import LAYERS, Recording, nan_from
+from tests.services.recording import LAYERS, nan_from
 from watchstep.errors import NotFoundError, StoreError
-from watchstep.format import segment
 from watchstep.plots.alert_evidence import AlertEvidence
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
@@ -74,8 +73,8 @@ def sent(driven: Driven) -> tuple[str, str]:
     return row.state, row.outcome
 
 
-def test_the_series_is_the_one_that_the_rule_compared(driven_sqlite: Driven, folder_store: Store) -> None:
-    fire(driven_sqlite, folder_store)
+def test_the_series_is_the_one_that_the_rule_compared(driven_sqlite: Driven) -> None:
+    fire(driven_sqlite)
     shown = evidence(driven_sqlite)
     assert (shown.rule, shown.run, shown.tensor) == ("mine", "run-1", "second.weight:gradient")
     assert shown.step == EXPLODES
@@ -88,21 +87,15 @@ def test_the_series_is_the_one_that_the_rule_compared(driven_sqlite: Driven, fol
     assert shown.stopped_at is None
 
 
-def test_of_a_matrix_it_is_the_figure_with_the_findings_value(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
+def test_of_a_matrix_it_is_the_figure_with_the_findings_value(driven_sqlite: Driven) -> None:
     driven = Driven(replace(driven_sqlite.service, owner_rules=()))
-    recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=[RuleConfig.model_validate({"rule": "exploding_gradient"})])
+    recording, run_id = driven.begin(rules=[RuleConfig.model_validate({"rule": "exploding_gradient"})])
     rows = [
         Row(step, info, [exploding(step, info.name) * part for part in (3.0, -4.0)])
         for step in range(LAST + 1)
         for info in LAYERS
     ]
-    key = recording.key(0, 0, LAST)
-    recording.store.put(key.path, segment.encode(block_of(rows)))
-    driven.announce(run_id, key)
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write_rows(0, rows))
     shown = evidence(driven)
     assert shown.figure == "l2"
     assert shown.values[0] == 5.0
@@ -110,8 +103,8 @@ def test_of_a_matrix_it_is_the_figure_with_the_findings_value(
     assert shown.usual_range is None  # of rms and abs_max, not of the norm
 
 
-def test_a_loss_that_is_not_a_number_is_marked(driven_sqlite: Driven, folder_store: Store) -> None:
-    fire(driven_sqlite, folder_store, nan_from(40), "non_finite_values")
+def test_a_loss_that_is_not_a_number_is_marked(driven_sqlite: Driven) -> None:
+    fire(driven_sqlite, nan_from(40), "non_finite_values")
     shown = evidence(driven_sqlite)
     assert (shown.tensor, shown.step) == ("loss", 40)
     values = dict(zip(shown.steps, shown.values, strict=True))
@@ -119,18 +112,16 @@ def test_a_loss_that_is_not_a_number_is_marked(driven_sqlite: Driven, folder_sto
     assert values[40] != values[40]
 
 
-def test_a_step_that_a_later_attempt_repeated_has_no_picture(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
-    fire(driven_sqlite, folder_store)
-    again = Recording(folder_store, attempt="a2").begin(started_ns=2)
+def test_a_step_that_a_later_attempt_repeated_has_no_picture(driven_sqlite: Driven) -> None:
+    fire(driven_sqlite)
+    again = driven_sqlite.recording(attempt="a2").begin(started_ns=2)
     again.write(0, EXPLODES - 5, LAST, taken_ns=10**12)
     with pytest.raises(NotFoundError, match="later attempt"):
         evidence(driven_sqlite)
 
 
-def test_an_alert_about_no_tensor_has_no_picture(driven_sqlite: Driven, folder_store: Store) -> None:
-    fire(driven_sqlite, folder_store)
+def test_an_alert_about_no_tensor_has_no_picture(driven_sqlite: Driven) -> None:
+    fire(driven_sqlite)
     with driven_sqlite.service.database.write() as session:
         (row,) = session.query(AlertInstanceRow)
         row.finding = {**row.finding, "tensor": ""}
@@ -138,10 +129,10 @@ def test_an_alert_about_no_tensor_has_no_picture(driven_sqlite: Driven, folder_s
         find_alert_to_draw(session, picture_name(driven_sqlite))
 
 
-def test_a_mail_carries_the_picture(driven_sqlite: Driven, folder_store: Store) -> None:
+def test_a_mail_carries_the_picture(driven_sqlite: Driven) -> None:
     with smtp_server() as smtp:
         driven = with_receiver(driven_sqlite.with_settings(picture_seconds=60.0), mail_to(smtp.port))
-        fire(driven, folder_store)
+        fire(driven)
         assert sent(driven)[0] == "done"
     (mail,) = smtp.messages
     (image,) = [part for part in mail.walk() if part.get_content_type() == "image/png"]
@@ -154,7 +145,6 @@ def test_a_mail_carries_the_picture(driven_sqlite: Driven, folder_store: Store) 
 
 def test_slack_gets_a_signed_link(
     driven_sqlite: Driven,
-    folder_store: Store,
     server: HttpServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -162,7 +152,7 @@ def test_slack_gets_a_signed_link(
     monkeypatch.setenv("WATCHSTEP_RECEIVER_SLACK", server.url)
     driven = reachable(driven_sqlite, tmp_path, allowed_addresses="loopback")
     driven = with_receiver(driven, {"kind": "slack", "url": {"env": "WATCHSTEP_RECEIVER_SLACK"}})
-    run_id = fire(driven, folder_store)
+    run_id = fire(driven)
     assert sent(driven)[0] == "done"
     import json
 
@@ -175,7 +165,7 @@ def test_slack_gets_a_signed_link(
     assert set(query) == {"expires", "signature"}
     assert shown["title_link"] == f"{PUBLIC}/projects/vision/runs/run-1/alerts/{name.fingerprint}"
     # Neither the outbox nor the record of tries has the signature.
-    (action,) = [action for action in driven.actions(run_id) if action.kind == "notify"]
+    (action,) = driven.actions(run_id, "notify")
     assert query["signature"][0] not in json.dumps(action.payload) + action.outcome
 
 
@@ -190,7 +180,6 @@ def test_slack_gets_a_signed_link(
 )
 def test_there_is_no_link_without_a_public_url_a_key_or_by_setting(
     driven_sqlite: Driven,
-    folder_store: Store,
     server: HttpServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -203,7 +192,7 @@ def test_there_is_no_link_without_a_public_url_a_key_or_by_setting(
     monkeypatch.setenv("WATCHSTEP_RECEIVER_SLACK", server.url)
     driven = reachable(driven_sqlite, tmp_path, allowed_addresses="loopback", **settings)
     driven = with_receiver(driven, {"kind": "slack", "url": {"env": "WATCHSTEP_RECEIVER_SLACK"}})
-    fire(driven, folder_store)
+    fire(driven)
     assert sent(driven)[0] == "done"
     assert b"image_url" not in server.bodies[0]
     assert (b"Open the alert" in server.bodies[0]) is bool(driven.service.settings.public_url)
@@ -222,7 +211,7 @@ def test_no_notification_is_lost_because_a_picture_fails(
 
     with smtp_server() as smtp:
         driven = with_receiver(driven_sqlite, mail_to(smtp.port))
-        run_id = fire(driven, folder_store)
+        run_id = fire(driven)
         if fault == "rows":
             shutil.rmtree(Path(folder_store.location) / "vision" / "run-1" / "stats")
         else:
@@ -235,7 +224,7 @@ def test_no_notification_is_lost_because_a_picture_fails(
 
 
 def test_a_notification_does_not_wait_for_a_picture_that_takes_long(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = threading.Event()
 
@@ -247,7 +236,7 @@ def test_a_notification_does_not_wait_for_a_picture_that_takes_long(
     monkeypatch.setattr(pictures, "_threads", functools.cache(PictureThreads))
     with smtp_server() as smtp:
         driven = with_receiver(driven_sqlite.with_settings(picture_seconds=0.05), mail_to(smtp.port))
-        fire(driven, folder_store)
+        fire(driven)
         try:
             assert sent(driven)[0] == "done"
             # While it still takes long, others do not wait at all.
@@ -279,11 +268,11 @@ def test_threads_for_pictures_serve_again_after_one_that_took_long() -> None:
 
 
 def test_no_transaction_is_open_while_a_picture_is_drawn(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with smtp_server() as smtp:
         driven = with_receiver(driven_sqlite.with_settings(picture_seconds=60.0), mail_to(smtp.port))
-        run_id = fire(driven, folder_store)
+        run_id = fire(driven)
         open_sessions: list[int] = []
 
         def drawn(_evidence: AlertEvidence) -> bytes:
@@ -299,9 +288,9 @@ def test_no_transaction_is_open_while_a_picture_is_drawn(
 
 
 def test_a_picture_is_drawn_once_for_all_receivers_and_anew_after_a_change(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fire(driven_sqlite, folder_store)
+    fire(driven_sqlite)
     drawn: list[AlertEvidence] = []
 
     def draw(given: AlertEvidence) -> bytes:
@@ -317,8 +306,8 @@ def test_a_picture_is_drawn_once_for_all_receivers_and_anew_after_a_change(
     assert len(drawn) == 2
 
 
-def test_values_of_every_size_can_be_drawn(driven_sqlite: Driven, folder_store: Store) -> None:
-    fire(driven_sqlite, folder_store, lambda step, name: exploding(step, name) * 1e30)
+def test_values_of_every_size_can_be_drawn(driven_sqlite: Driven) -> None:
+    fire(driven_sqlite, lambda step, name: exploding(step, name) * 1e30)
     service = driven_sqlite.service
     with service.database.read() as session:
         alert = find_alert_to_draw(session, picture_name(driven_sqlite))

@@ -1,27 +1,27 @@
-"""Announcements on both databases: what they change in the inbox and in the run's row, and what they answer."""
+"""Announcements of recorders, and their rules."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import event, insert, select, text, update
+from sqlalchemy import insert, select, text, update
 from starlette.testclient import TestClient
 
 from tests.services.announcing import announcing
-from tests.services.driving import Driven
+from tests.services.driving import Driven, statements
 from tests.services.recording import PROJECT, Recording
 from watchstep.capture.service.client import MOST_SEGMENTS
+from watchstep.errors import RuleError
 from watchstep.format.capture_needs import CaptureNeed
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.store.store import Store
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.api.app import create_app
 from watchstep_services.api.schemas import models
 from watchstep_services.auth import create_token
@@ -31,11 +31,12 @@ from watchstep_services.db.models import Project, RunRow, Segment
 from watchstep_services.db.records import MOST_WAITING
 from watchstep_services.runs.announcements import FOLLOWING, Announcement, accept_announcement
 from watchstep_services.runs.control import change, set_needs
-from watchstep_services.runs.registration import register
+from watchstep_services.runs.registration import discover_runs, register
 from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.service.waiting_segments import WaitingRoom
 
 WAIT = 60.0
+QUERY = "SELECT tensor FROM statistics WHERE nan > 0"
 
 
 class Notified:
@@ -70,8 +71,7 @@ class Announcing:
 
     def evaluated(self) -> None:
         """Leave the run as an evaluation that found nothing to do."""
-        with self.driven.service.database.write() as session:
-            session.execute(update(RunRow).values(due_ns=None))
+        self.driven.change(RunRow, due_ns=None)
 
     def answer(self, *keys: SegmentKey, run: str = "run-1", **changes: Any) -> Any:
         path = f"/v1/projects/{PROJECT}/runs/{run}/announcements"
@@ -85,21 +85,6 @@ class Announcing:
     @property
     def row(self) -> RunRow:
         return self.driven.run(self.run_id)
-
-    @contextmanager
-    def statements(self) -> Iterator[list[str]]:
-        """The statements of a block."""
-        executed: list[str] = []
-
-        def count(_connection: Any, _cursor: Any, statement: str, *_arguments: Any) -> None:
-            executed.append(statement)
-
-        engine = self.driven.service.database.engine
-        event.listen(engine, "before_cursor_execute", count)
-        try:
-            yield executed
-        finally:
-            event.remove(engine, "before_cursor_execute", count)
 
 
 @pytest.fixture
@@ -131,7 +116,7 @@ def test_the_number_of_statements_does_not_depend_on_the_number_of_segments(anno
     if announced.driven.service.database.engine.dialect.name == "sqlite":
         pytest.skip("SQLite has no statement that changes two tables")
     announced.control(*keys(0))
-    with announced.statements() as executed:
+    with statements(announced.driven.service.database) as executed:
         announced.control(*keys(*range(1, 200)), health={"rows": 3})
     assert len(executed) == 1
     assert len(announced.driven.segments(announced.run_id)) == 200
@@ -216,8 +201,7 @@ def test_a_run_that_is_due_keeps_its_place_and_slows_its_recorder(announced: Ann
 def test_an_announcement_postpones_the_poll_of_its_run(announced: Announcing) -> None:
     announced.control(*keys(0))
     assert announced.row.poll_ns == 0, "it was never polled"
-    with announced.driven.service.database.write() as session:
-        session.execute(update(RunRow).values(poll_interval_ns=7 * NANOSECONDS, cached_by="w9"))
+    announced.driven.change(RunRow, poll_interval_ns=7 * NANOSECONDS, cached_by="w9")
     announced.evaluated()
     announced.control(*keys(1))
     assert announced.row.poll_ns == announced.row.last_seen_ns + 7 * NANOSECONDS
@@ -254,8 +238,7 @@ def test_the_tombstone_of_a_run_is_in_the_answer(announced: Announcing) -> None:
 
 
 def test_each_recorders_health_replaces_its_earlier_one(announced: Announcing) -> None:
-    with announced.driven.service.database.write() as session:
-        session.execute(update(RunRow).values(health={"store": "slow"}))
+    announced.driven.change(RunRow, health={"store": "slow"})
     numbers = {"tiny": 1e-7, "large": 1e22, "tenth": 0.1, "whole": 7, "negative": -0.0}
     announced.control(*keys(0), health={"rows": 1})
     announced.control(*keys(0, writer="w1"), health={"rows": 2})
@@ -317,7 +300,7 @@ def test_announcements_beyond_what_may_wait_are_ignored_and_slow_the_recorder(an
     assert (answer.status_code, answer.json()["ignored"], answer.json()["pause_seconds"]) == (202, 2, 10.0)
     assert ControlDocument.from_data(answer.json()["control"]).stop == stop
     assert announced.row.health["recorders"] == {"n/w0": {"rows": 3}}
-    with announced.statements() as executed:
+    with statements(announced.driven.service.database) as executed:
         assert announced.answer(*keys(*range(2, 200))).json()["ignored"] == 198
     assert len(executed) < 10, "what is ignored costs no statements"
     segments = announced.driven.segments(announced.run_id)
@@ -329,8 +312,7 @@ def test_segments_after_one_that_was_read_are_accepted_beside_any_number_of_made
     announced: Announcing,
 ) -> None:
     announced.control(*keys(0))
-    with announced.driven.service.database.write() as session:
-        session.execute(update(Segment).values(state="read"))
+    announced.driven.change(Segment, state="read")
     put(announced, MOST_WAITING)
     mine = [*keys(1, 2, FOLLOWING, FOLLOWING + 1), *keys(1, writer="w1")]
     assert announced.answer(*mine).json()["ignored"] == 2
@@ -410,3 +392,35 @@ def test_an_archived_project_accepts_no_segments(announced: Announcing) -> None:
     assert announced.driven.segments(announced.run_id) == {}
     assert (announced.row.last_seen_ns, announced.row.health) == (before, {})
     assert announced.answer(*keys(0), run="run-2").status_code == 404
+
+
+def sql(name: str, **params: Any) -> RuleConfig:
+    return RuleConfig(rule="sql", name=name, params={"query": QUERY, **params})
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ([sql("slow", seconds=60)], "seconds = 60"),
+        ([sql("large", memory_mb=4096)], "memory_mb = 4096"),
+        ([sql(f"q{number}") for number in range(4)], "4 SQL rules; a recorder may request 3"),
+        (
+            [RuleConfig(rule="overfit", name=f"r{n}") for n in range(101)],
+            "101 rules; a recorder may request 100",
+        ),
+    ],
+)
+def test_a_recorder_may_not_ask_for_what_occupies_the_workers(
+    driven_sqlite: Driven, asked: list[RuleConfig], says: str
+) -> None:
+    with pytest.raises(RuleError, match=says):
+        register(driven_sqlite.service, PROJECT, "run-1", tuple(asked), "recorder")
+    assert register(driven_sqlite.service, PROJECT, "run-1", tuple(asked), "operator") == 1
+
+
+def test_a_run_found_with_such_rules_is_judged_without_them(driven_sqlite: Driven) -> None:
+    driven_sqlite.recording().begin(rules=[sql("slow", seconds=60).as_data()])
+    [run_id] = discover_runs(driven_sqlite.service)
+    assert "seconds = 60" in driven_sqlite.run(run_id).health["run_document"]
+    driven_sqlite.register()
+    assert register(driven_sqlite.service, PROJECT, "run-1", (sql("quick"),), "recorder") == run_id

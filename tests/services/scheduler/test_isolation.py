@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import select
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from tests.services.driving import Driven, make_service
 from tests.services.notify.test_notifying import rule, told_by
 from tests.services.postgres import Postgres
-from tests.services.recording import Recording, nan_from
+from tests.services.recording import nan_from
 from watchstep.errors import StoreError
 from watchstep.store.store import Store
 from watchstep_services.core.telemetry import metrics
@@ -38,10 +38,10 @@ def runs(driven: Driven) -> dict[str, RunRow]:
 
 
 def test_a_project_whose_store_does_not_answer_keeps_no_other_from_its_turn(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    driven: Driven, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for project in ("a-bad", "b-good"):
-        Recording(folder_store, run="one", project=project).begin()
+        driven.recording(run="one", project=project).begin()
     of = type(driven.service.stores).of
 
     def refusing(stores: Any, place: Any) -> Store:
@@ -65,10 +65,10 @@ def test_a_project_whose_store_does_not_answer_keeps_no_other_from_its_turn(
 
 
 def test_the_own_store_that_does_not_answer_keeps_no_project_from_its_turn(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driven.register("known")
-    Recording(folder_store, run="fresh").begin()
+    driven.recording(run="fresh").begin()
 
     def refusing(_stores: Any, url: str) -> Store:
         raise StoreError(f"store {url}: does not answer", "look at it")
@@ -80,10 +80,9 @@ def test_the_own_store_that_does_not_answer_keeps_no_project_from_its_turn(
 
 @pytest.mark.parametrize("broken", ["flush_due", "due_actions", "due_backtests"])
 def test_a_list_that_cannot_be_read_keeps_no_other_from_being_handed_out(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch, broken: str
+    driven: Driven, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     driven.announce(run_id, recording.write(0, 0, 7))
 
     def fails(_service: Service) -> Any:
@@ -106,28 +105,27 @@ def test_where_the_database_does_not_answer_the_sweep_fails(
         sweep(driven_sqlite.service)
 
 
-def two_groups(driven: Driven, store: Store) -> tuple[Driven, list[int | None]]:
+def two_groups(driven: Driven) -> tuple[Driven, list[int | None]]:
     """Two runs that alert, each in a group of its own that is due."""
     driven = told_by(driven, "https://chat.example.com/")
     for name in ("bad", "good"):
-        recording = Recording(store, run=name).begin()
+        recording = driven.recording(run=name).begin()
         run_id = driven.register(name, rules=[rule()])
-        driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     with driven.service.database.read() as session:
         return driven, list(session.execute(select(AlertGroup.run_id).order_by(AlertGroup.id)).scalars())
 
 
 def told(driven: Driven) -> set[str]:
     names = {run.id: run.run for run in runs(driven).values()}
-    return {names[key] for key in names if any(action.kind == "notify" for action in driven.actions(key))}
+    return {names[key] for key in names if driven.actions(key, "notify")}
 
 
 @pytest.mark.parametrize("error", [KeyError("why"), ProgrammingError("SELECT", {}, Exception("NUL"))])
 def test_a_group_that_cannot_be_looked_at_keeps_no_other_from_being_told(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
+    driven: Driven, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    driven, (bad, _) = two_groups(driven, folder_store)
+    driven, (bad, _) = two_groups(driven)
     look = flushing._members_of
 
     def looking(session: Any, group: AlertGroup, now: int) -> Any:
@@ -156,7 +154,7 @@ def test_who_hangs_with_a_group_or_a_run_keeps_nobody_from_the_others(
     with postgres.new_database() as url:
         database = open_database(url, DatabaseTimeouts(lock=0.2))
         upgrade(database)
-        driven, (bad, _) = two_groups(Driven(make_service(database, folder_store)), folder_store)
+        driven, (bad, _) = two_groups(Driven(make_service(database, folder_store)))
         with database.write() as hanging:
             hanging.execute(select(AlertGroup.id).filter_by(run_id=bad).with_for_update()).one()
             find_due(driven.service)
@@ -164,8 +162,7 @@ def test_who_hangs_with_a_group_or_a_run_keeps_nobody_from_the_others(
         find_due(driven.service)
         assert told(driven) == {"bad", "good"}
 
-        with driven.service.database.write() as session:
-            session.execute(update(RunRow).values(poll_ns=0))
+        driven.change(RunRow, poll_ns=0)
         taken = polling.claim_polls(driven.service)
         with database.write() as hanging:
             hanging.execute(select(RunRow.id).filter_by(id=bad).with_for_update()).one()
@@ -194,10 +191,8 @@ def test_a_run_that_is_deleted_while_it_is_looked_at_keeps_no_other_from_its_tur
     assert driven.run(stays).listed_ns
 
 
-def test_a_stores_trouble_is_over_when_it_answers(
-    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Recording(folder_store).begin()
+def test_a_stores_trouble_is_over_when_it_answers(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    driven.recording().begin()
     run_id = driven.register()
 
     def refusing(_service: Service, _run_id: int) -> bool:
@@ -207,7 +202,6 @@ def test_a_stores_trouble_is_over_when_it_answers(
         patched.setattr(polling, "discover", refusing)
         sweep(driven.service)
     assert driven.run(run_id).health["store"] == "store: does not answer"
-    with driven.service.database.write() as session:
-        session.get_one(RunRow, run_id).poll_ns = 0
+    driven.change(RunRow, run_id, poll_ns=0)
     sweep(driven.service)
     assert "store" not in driven.run(run_id).health

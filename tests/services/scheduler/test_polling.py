@@ -1,29 +1,39 @@
-"""A sweep costs what is due of looks, and runs that announce are hardly looked at."""
+"""The loops of workers, and the posting of their tasks."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sqlalchemy import update
 
-from tests.services.driving import Driven, make_service
+from tests.services.channels.http_server import http_server
+from tests.services.driving import Driven, make_service, statements
 from tests.services.notify.clock import Clock, open_with
 from tests.services.recording import Recording, nan_from
 from watchstep.format import documents
 from watchstep.format.documents import AttemptDocument
 from watchstep.store.store import Store
+from watchstep_rules.config.rule_config import RuleConfig, StopAction, WebhookAction
 from watchstep_services.api.routes.announcements import pause_seconds
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import RunRow
-from watchstep_services.db.records import hint, put_segment
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import ActionRow, RunRow
+from watchstep_services.db.records import add_action, hint, put_segment
+from watchstep_services.dispatch.dispatch import due_actions
 from watchstep_services.runs import discovery as discovering
 from watchstep_services.runs.lifecycle import advance_run
-from watchstep_services.runs.registration import discover_runs
+from watchstep_services.runs.registration import discover_runs, register
+from watchstep_services.runs.stops import request_stop
 from watchstep_services.scheduler.polling import MOST_POLLS, claim_polls, poll_due_runs, poll_run
+from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import find_due, note_requested, sweep
+from watchstep_services.scheduler.work import evaluate_longest_due
 from watchstep_services.service.context import Service
 
 
@@ -46,9 +56,9 @@ def test_all_that_is_due_is_looked_at_in_portions(driven_sqlite: Driven) -> None
     assert claim_polls(slow.service) == []
 
 
-def test_listings_in_vain_become_rare_and_found_ones_frequent(driven: Driven, folder_store: Store) -> None:
+def test_listings_in_vain_become_rare_and_found_ones_frequent(driven: Driven) -> None:
     slow = driven.with_settings(listing_seconds=2.0)
-    recording = Recording(folder_store).begin()
+    recording = driven.recording().begin()
     run_id = slow.register()
     poll_run(slow.service, claim_polls(slow.service)[0])
     for quiet in (4, 8, 16, 30, 30):  # it announces all there is, a little later each time than we look
@@ -73,8 +83,8 @@ def test_a_look_that_somebody_wants_meanwhile_is_not_put_off(driven: Driven) -> 
     assert driven.run(run_id).poll_ns == 0
 
 
-def test_a_run_that_starts_again_is_looked_at_at_once(driven: Driven, folder_store: Store) -> None:
-    first = Recording(folder_store).begin()
+def test_a_run_that_starts_again_is_looked_at_at_once(driven: Driven) -> None:
+    first = driven.recording().begin()
     run_id = driven.register()
     announced(driven, run_id, first, 0)
     first.end("failed", 3)
@@ -83,7 +93,7 @@ def test_a_run_that_starts_again_is_looked_at_at_once(driven: Driven, folder_sto
     set_run(driven, run_id, poll_ns=0)
     poll_run(driven.service, claim_polls(driven.service)[0])
     assert claim_polls(driven.service) == []  # a run that is over is looked at seldom
-    announced(driven, run_id, Recording(folder_store, attempt="a2").begin(), 0)
+    announced(driven, run_id, driven.recording(attempt="a2").begin(), 0)
     assert driven.run(run_id).state == "running"
     assert [taken.run.id for taken in claim_polls(driven.service)] == [run_id]
 
@@ -97,9 +107,8 @@ def announced(driven: Driven, run_id: int, recording: Recording, seq: int) -> No
     driven.settle(run_id)
 
 
-def test_what_a_listing_finds_waits_for_no_earlier_message(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+def test_what_a_listing_finds_waits_for_no_earlier_message(driven: Driven) -> None:
+    recording, run_id = driven.begin()
     announced(driven, run_id, recording, 0)
     assert find_due(driven.service).runs == ()
     recording.write(1, 4, 7)
@@ -113,8 +122,7 @@ def test_a_run_that_ends_is_not_left_due_after_the_clock_was_set_back(
     clock = Clock()
     database = open_with(clock, sqlite_tables, tmp_path / "clock.sqlite")
     driven = Driven(make_service(database, folder_store))
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
+    recording, run_id = driven.begin()
     announced(driven, run_id, recording, 0)
     clock.move(-3600)
     recording.end("completed", 3)
@@ -130,8 +138,8 @@ def test_a_run_that_ends_is_not_left_due_after_the_clock_was_set_back(
     database.close()
 
 
-def test_a_message_is_waited_for_before_another_is_sent(driven: Driven, folder_store: Store) -> None:
-    key = Recording(folder_store).begin().write(0, 0, 3)
+def test_a_message_is_waited_for_before_another_is_sent(driven: Driven) -> None:
+    key = driven.recording().begin().write(0, 0, 3)
     run_id = driven.register()
     with driven.service.database.write() as session:
         put_segment(session, run_id, key, read_clock(session))
@@ -145,11 +153,8 @@ def test_a_message_is_waited_for_before_another_is_sent(driven: Driven, folder_s
     assert find_due(driven.service).runs == ()
 
 
-def test_a_run_of_which_nothing_is_heard_is_lost_and_comes_back(driven: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
-    run_id = driven.register()
-    driven.announce(run_id, recording.write(0, 0, 3))
-    driven.settle(run_id)
+def test_a_run_of_which_nothing_is_heard_is_lost_and_comes_back(driven: Driven) -> None:
+    recording, run_id = driven.record(last=3)
     sweep(driven.service)
     assert driven.run(run_id).state == "running"
     set_run(driven, run_id, last_seen_ns=1, poll_ns=0)
@@ -194,21 +199,20 @@ def test_a_fault_of_ours_with_one_run_is_that_runs_trouble_alone(
     assert "bad cannot be polled" in caplog.text
 
 
-def test_an_attempt_that_begins_in_a_folder_is_found_at_once(driven: Driven, folder_store: Store) -> None:
+def test_an_attempt_that_begins_in_a_folder_is_found_at_once(driven: Driven) -> None:
     driven = driven.with_settings(listing_seconds=1e-9)
-    recording = Recording(folder_store).begin()
+    recording = driven.recording().begin()
     recording.write(0, 0, 3)
     recording.end("completed", 3)
     run_id = driven.register()
-    discovering.discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert advance_run(driven.service, run_id) == "completed"
     poll_run(driven.service, claim_polls(driven.service)[0])
     discover_runs(driven.service)
     poll_due_runs(driven.service, 1e9)
     assert claim_polls(driven.service) == []
 
-    again = Recording(folder_store, attempt="a2")
+    again = driven.recording(attempt="a2")
     again.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
     again.write(0, 0, 9, nan_from(5))
     discover_runs(driven.service)
@@ -216,3 +220,120 @@ def test_an_attempt_that_begins_in_a_folder_is_found_at_once(driven: Driven, fol
     driven.settle(run_id)
     assert driven.run(run_id).attempt == "a2"
     assert driven.actions(run_id)
+
+
+@pytest.fixture
+def deaf() -> Iterator[socket.socket]:
+    """A server whose connections nobody takes."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield server
+
+
+def waiting(driven: Driven, url: str, posts: int) -> tuple[list[int], int]:
+    """Ids of posts that are due, and of a stop that is due after all of them."""
+    driven.recording().begin(on_stop="ignore").write(0, 0, 7)
+    run_id = driven.register()
+    driven.discover(run_id)
+    with driven.service.database.write() as session:
+        made = []
+        for number in range(posts):
+            cause = {
+                "event_id": str(number),
+                "at_ns": number + 1,
+                "payload": {"url": url, "event": {"id": str(number)}},
+            }
+            made.append(add_action(session, run_id, "webhook", f"webhook:{number}", cause))
+        stop = request_stop(session, driven.service.base_url, run_id, "a1", ("", "enough"))
+    assert stop is not None
+    return [action for action in made if action is not None], stop
+
+
+def test_no_number_of_posts_hides_a_stop_from_the_sweep(driven_sqlite: Driven) -> None:
+    posts, stop = waiting(driven_sqlite, "http://127.0.0.1:1/", 150)
+    due = due_actions(driven_sqlite.service)
+    assert due[0] == stop
+    assert due[1:] == posts[:100]
+
+
+def test_a_stop_does_not_wait_for_receivers(driven_sqlite: Driven, deaf: socket.socket) -> None:
+    driven = driven_sqlite.with_settings(allowed_addresses="loopback", webhook_seconds=600.0)
+    posts, stop = waiting(driven, f"http://127.0.0.1:{deaf.getsockname()[1]}/", 8)
+    queue = WorkQueue(1)
+    queue.start(driven.service)
+
+    def state_of(action: int) -> str:
+        with driven.service.database.read() as session:
+            return session.get_one(ActionRow, action).state
+
+    try:
+        for action in (*posts, stop):
+            queue.action_due(action)
+        assert queue.wait_until(lambda: state_of(stop) == "done", 60)
+        assert {state_of(post) for post in posts} == {"pending"}
+    finally:
+        deaf.close()  # refuses what waits
+        queue.close()
+
+
+def test_an_evaluation_asks_once_whom_its_actions_tell(sqlite: Database, folder_store: Store) -> None:
+    queue = WorkQueue(1)
+    with http_server() as first, http_server() as second:
+        tells = tuple(WebhookAction(url=receiver.url) for receiver in (first, second))
+        rules = (RuleConfig(rule="non_finite_values", actions=(StopAction(), *tells)),)
+        made = make_service(sqlite, folder_store, rules, allowed_addresses="loopback", silent_seconds=1e-9)
+        driven = Driven(replace(made, notifier=queue))
+        queue.start(driven.service)
+        recording = Recording(folder_store).begin()
+        run_id = driven.register()
+        driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+        try:
+            with statements(sqlite) as executed:
+                evaluate_longest_due(driven.service, run_id)
+                assert queue.wait_until(lambda: bool(first.events and second.events), 60)
+        finally:
+            queue.close()
+    made_actions = {action.id: action.kind for action in driven.actions(run_id)}
+    assert sorted(made_actions.values()) == ["stop", "webhook", "webhook"]
+    (stop,) = [number for number, kind in made_actions.items() if kind == "stop"]
+    assert len(driven.tries(stop)) == 1, "it is tried by who asked for it"
+    asked = [text for text in executed if "actions.payload" in text and "runs.project" in text]
+    assert len(asked) == 1
+
+
+def test_the_first_of_each_project_comes_before_the_second_of_any(driven: Driven) -> None:
+    many, _ = waiting(driven, "http://127.0.0.1:1/", 150)
+    other = register(driven.service, "audio", "run-1", (), "recorder")
+    with driven.service.database.write() as session:
+        later = [
+            add_action(
+                session, other, "webhook", f"later:{n}", {"event_id": "e", "at_ns": 10**9 + n, "payload": {}}
+            )
+            for n in range(2)
+        ]
+    posts = [number for number in due_actions(driven.service) if number in {*many, *later}]
+    assert posts[:4] == [many[0], later[0], many[1], later[1]]
+    assert len(posts) == 100
+
+
+def test_receivers_that_do_not_answer_delay_no_other_project(
+    driven_sqlite: Driven, deaf: socket.socket
+) -> None:
+    driven = driven_sqlite.with_settings(allowed_addresses="loopback", webhook_seconds=600.0)
+    posts, _ = waiting(driven, f"http://127.0.0.1:{deaf.getsockname()[1]}/", 60)
+    other = register(driven.service, "audio", "run-1", (), "recorder")
+    queue = WorkQueue(1)
+    queue.start(driven.service)
+    try:
+        with http_server() as answering:
+            payload = {"url": answering.url, "event": {"id": "other"}}
+            with driven.service.database.write() as session:
+                post = add_action(
+                    session, other, "webhook", "other", {"event_id": "e", "at_ns": 1, "payload": payload}
+                )
+            for action in (*posts, post):
+                assert action is not None
+                queue.action_due(action)
+            assert queue.wait_until(lambda: len(answering.events) == 1, 60)
+    finally:
+        deaf.close()  # refuses what waits
+        queue.close()

@@ -1,16 +1,38 @@
+"""Turns of runs, of archived projects and of backtests."""
+
 from __future__ import annotations
 
+import json
+import logging
 import socket
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
+import httpx
 import pytest
 
+from tests.services.driving import RULES, Driven
 from tests.services.jobs import eventually
 from tests.services.redis import Broker, free_port, running_redis
+from watchstep import Hook, open_run
+from watchstep.capture.config import Bounds, CaptureConfig
+from watchstep_services.auth import create_token
 from watchstep_services.core.settings import load_settings
+from watchstep_services.evaluation.backtests import request_backtest
+from watchstep_services.runs.registration import register
+from watchstep_services.scheduler import queue
 from watchstep_services.scheduler.celery_client import EVALUATE, QUEUE, URGENT, make_celery, queue_of
 from watchstep_services.scheduler.production import CeleryNotifier
+from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.turns import is_full, note_awake, request_wake, take_turn
+from watchstep_services.serve.embedded import EmbeddedService
+from watchstep_services.service.context import Service
+
+CONFIG = CaptureConfig(
+    collections={"losses": CaptureConfig().chosen["losses"]}, system=None, bounds=Bounds(close_seconds=60)
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +137,67 @@ def test_a_wake_up_that_was_lost_is_repeated(broker: Broker) -> None:
 def test_no_clock_of_a_worker_decides_what_is_too_old() -> None:
     schedule = make_celery(load_settings()).conf.beat_schedule
     assert not any("expires" in entry.get("options", {}) for entry in schedule.values())
+
+
+def test_a_project_with_many_backtests_delays_that_of_another_by_one_run(
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = driven_sqlite.service
+    for project in ("many", "other"):
+        register(service, project, "run-1", (), "operator")
+    judged: list[int] = []
+    release, begun, done = threading.Event(), threading.Event(), threading.Event()
+    turns = 8
+
+    def judge(_service: Service, number: int) -> None:
+        begun.set()
+        assert release.wait(60)
+        judged.append(number)
+        if len(judged) == turns:
+            done.set()
+
+    monkeypatch.setitem(queue._WORK, "backtest", judge)
+    work = WorkQueue(1)
+    work.start(service)
+    asking = replace(service, notifier=work)
+    try:
+        many = [request_backtest(asking, "many", ["run-1"], RULES, []) for _ in range(turns - 1)]
+        assert begun.wait(60)
+        other = request_backtest(asking, "other", ["run-1"], RULES, [])
+        release.set()
+        assert done.wait(60)
+    finally:
+        release.set()
+        work.close()
+    assert judged[:2] == [many[0], other]
+
+
+def test_the_recorder_takes_the_refusal_for_a_fault_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with EmbeddedService(load_settings(home=tmp_path / "home", store=str(tmp_path / "store"))) as service:
+        headers = {"authorization": f"Bearer {create_token(service.database, 'admin')}"}
+        monkeypatch.setenv("WATCHSTEP_SERVICE", service.url)
+        monkeypatch.setenv("WATCHSTEP_TOKEN", service.recorder_token)
+
+        def change(body: dict[str, object]) -> None:
+            answer = httpx.patch(f"{service.url}/v1/projects/p", json=body, headers=headers, timeout=60)
+            assert answer.is_success, answer.text
+
+        run = {"run": "r"}
+        made = httpx.post(f"{service.url}/v1/projects/p/runs", json=run, headers=headers, timeout=60)
+        assert made.is_success, made.text
+        change({"archived": True})
+        with (
+            caplog.at_level(logging.WARNING),
+            Hook(tmp_path / "store", project="p", run="r", config=CONFIG) as hook,
+        ):
+            for loss in (1.0, 0.5):
+                hook.log(loss=loss)
+                hook.step()
+        faults = hook.health["faults"]
+        assert list(faults) == ["service"]
+        assert "project 'p': archived" in faults["service"]
+        assert sum("watchstep: service:" in line for line in caplog.messages) == 1
+    assert open_run(tmp_path / "store" / "p" / "r").steps() == [0, 1]
+    assert json.loads((tmp_path / "store" / "p" / "r" / "run.json").read_bytes())["run"] == "r"

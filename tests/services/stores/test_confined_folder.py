@@ -1,19 +1,23 @@
-"""A confined folder as a store: the same answers as obstore, and no access to other folders."""
+"""Stores in folders: confined to them, and vanished."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep.errors import FormatError, NotFoundError, StoreError, WatchstepError
+from watchstep.errors import FormatError, MissingStoreError, NotFoundError, StoreError, WatchstepError
+from watchstep.store.local import MARKER, StoreIdentity
 from watchstep.store.store import Store
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.stores.confined_folder import ConfinedFolder
+from watchstep_services.stores.opening import Stores
 
 SECRET = b"another tenant's"
 KEYS = st.lists(st.sampled_from(["a", "b", "c.json", "x-1"]), min_size=1, max_size=3).map("/".join)
@@ -205,3 +209,74 @@ def test_a_sibling_and_a_child_are_confined_too(folder: Path, outside: Path) -> 
         assert other.get_range("at/object", 0, 3) == b"own"
         assert comparable(lambda: other.get_range("way/secret", 0, 5)) in ("missing", "refused")  # noqa: B023
     assert [entry.key for entry in store.entries()] == []
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A store that a recorder has written to."""
+    recorded = Store.open(tmp_path / "disk" / "runs", create=True, identity=StoreIdentity())
+    recorded.put("vision/r/run.json", b"{}")
+    return tmp_path / "disk" / "runs"
+
+
+@pytest.fixture
+def stores() -> Stores:
+    return Stores()
+
+
+@pytest.fixture(params=["own", "project"])
+def vanishing(disk: Path, stores: Stores, request: pytest.FixtureRequest) -> Store:
+    if request.param == "own":
+        return stores.open(str(disk))
+    return stores.of(StorePlace(1, 1, StoreRegistration(str(disk)), "", "vision"))
+
+
+@pytest.mark.parametrize("mount_point", [False, True])
+def test_all_is_missing_until_it_is_back(disk: Path, vanishing: Store, *, mount_point: bool) -> None:
+    run = vanishing.child("vision/r")
+    assert run.get("run.json") == b"{}"
+    assert [entry.key for entry in vanishing.entries()] == ["vision/r/run.json"]
+    elsewhere = disk.rename(disk.parent / "elsewhere")
+    if mount_point:
+        disk.mkdir()
+    acts: tuple[Callable[[], object], ...] = (
+        lambda: run.get("run.json"),
+        lambda: run.put("control.json", b"{}"),
+        lambda: run.create("control.json", b"{}"),
+        lambda: run.delete("run.json"),
+        lambda: list(run.entries()),
+        vanishing.folders,
+    )
+    for act in acts:
+        with pytest.raises(MissingStoreError, match=f"store {disk}: "):
+            act()
+    if mount_point:
+        disk.rmdir()
+    assert not disk.exists()
+    elsewhere.rename(disk)
+    assert run.create("control.json", b"{}")
+    assert run.get("run.json") == b"{}"
+    with pytest.raises(NotFoundError):
+        run.get("nothing.json")
+
+
+def test_a_store_that_is_opened_again_is_still_the_same(disk: Path, stores: Stores) -> None:
+    stores.open(str(disk))
+    disk.rename(disk.parent / "elsewhere")
+    disk.mkdir()
+    with pytest.raises(MissingStoreError, match=r"no longer exists|another store"):
+        stores.of(StorePlace(1, 1, StoreRegistration(str(disk)), "", "vision"))
+
+
+def test_a_marker_that_comes_later_counts_from_then_on(tmp_path: Path, stores: Stores) -> None:
+    disk = tmp_path / "runs"
+    disk.mkdir()
+    vanishing = stores.open(str(disk))
+    assert vanishing.folders() == []
+    assert not (disk / MARKER).exists()
+    Store.open(disk, create=True, identity=StoreIdentity()).put("vision/r/run.json", b"{}")
+    assert vanishing.folders() == ["vision"]
+    disk.rename(tmp_path / "elsewhere")
+    disk.mkdir()
+    with pytest.raises(MissingStoreError):
+        vanishing.folders()

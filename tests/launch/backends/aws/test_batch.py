@@ -1,4 +1,4 @@
-"""What AWS Batch does that other backends do not. On a stand-in before moto: no AWS was met."""
+"""AWS Batch, on a stand-in before moto whose containers are processes of this machine: no AWS was met."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from tests.launch.backends.aws.aws_bench import BATCH, IMAGE, QUEUE, ROLE, hurried_batch
 from tests.launch.backends.aws.aws_stand_in import ACCOUNT, REGION, LostError, RefusalError, StandIn
 from tests.launch.backends.aws.batch_stand_in import BatchStandIn
+from tests.launch.backends.backend_contract import *  # noqa: F403 - the tests of the contract
 from tests.launch.backends.backend_contract import TELLING, WILLING, Bench
 from tests.services.jobs import eventually
 from watchstep.errors import ConfigError

@@ -1,23 +1,26 @@
-"""How AWS refuses, and what is made of it; whose credentials are used. On a stand-in before moto: no AWS was met."""
+"""Calls of AWS, and the policies that allow them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from tests.conftest import S3
-from tests.launch.backends.aws.aws_bench import BATCH, SAGEMAKER
+from tests.launch.backends.aws.aws_bench import BATCH, ROLE, SAGEMAKER
 from tests.launch.backends.aws.aws_stand_in import ACCOUNT, REGION, LostError, RefusalError, StandIn
 from tests.launch.backends.aws.batch_stand_in import BatchStandIn
 from tests.launch.backends.aws.sagemaker_stand_in import SageMakerStandIn
 from tests.services.redis import free_port
+from tests.services.stores.iam import Request, allowed
 from watchstep.errors import ConfigError
-from watchstep_launch.backend import BackendDownError, CredentialsExpiredError, JobHandle, Launch
+from watchstep_launch.backend import Backend, BackendDownError, CredentialsExpiredError, JobHandle, Launch
 from watchstep_launch.backends.aws.batch import AwsBatch
-from watchstep_launch.backends.aws.calls import AwsModel
+from watchstep_launch.backends.aws.calls import Aws, AwsModel
 from watchstep_launch.backends.aws.sagemaker import SageMaker
 
 SAGEMAKER_JOB = JobHandle(
@@ -25,6 +28,10 @@ SAGEMAKER_JOB = JobHandle(
 )
 BATCH_JOB = JobHandle("aws_batch", "j", {"arn": f"arn:aws:batch:{REGION}:{ACCOUNT}:job/j", "created": 1})
 DESCRIBE = {"sagemaker": "DescribeTrainingJob", "batch": "DescribeJobs"}
+DOCS = Path(__file__).parents[4] / "docs" / "launch"
+TAG = {"aws:ResourceTag/watchstep": "1"}
+ANY = "*"
+Call = tuple[str, str, dict[str, Any]]
 
 
 def asked(service: str) -> Callable[[], Any]:
@@ -118,3 +125,162 @@ def test_what_cannot_be_written() -> None:
     for settings in ({"assume_role": "admin"}, {"region": "evil.example/"}, {"no_such": 1}):
         with pytest.raises(ValidationError):
             AwsModel.model_validate(settings)
+
+
+def policy(name: str) -> str:
+    """A policy of the docs."""
+    page = {"sagemaker": "sagemaker.md", "batch": "aws-batch.md"}[name.split(maxsplit=1)[0]]
+    text = (DOCS / page).read_text(encoding="utf-8")
+    (found,) = re.findall(rf"<!-- policy: {name} -->\n```json\n(.*?)```", text, re.DOTALL)
+    return str(found)
+
+
+def arn(service: str, rest: str) -> str:
+    return f"arn:aws:{service}:{REGION}:{ACCOUNT}:{rest}"
+
+
+def passing(role: str, to: str) -> Request:
+    return Request("iam:PassRole", role, {"iam:PassedToService": to})
+
+
+def requests(call: Call) -> list[Request]:
+    """What AWS asks the policies for a call, by its Service Authorization Reference."""
+    service, operation, asked = call
+    if service == "s3":
+        return [Request("s3:PutObject", f"arn:aws:s3:::{asked['Bucket']}/{asked['Key']}")]
+    if service == "logs":
+        stream = asked.get("logStreamName", "")
+        action = "".join(part.title() for part in operation.split("_"))
+        group = arn("logs", f"log-group:{asked['logGroupName']}:")
+        return [Request(f"logs:{action}", f"{group}log-stream:{stream}" if stream else group)]
+    action = f"{service}:{''.join(part.title() for part in operation.split('_'))}"
+    if service == "sagemaker":
+        name = asked.get("TrainingJobName") or asked.get("ResourceArn", "").rpartition("/")[2]
+        job = arn("sagemaker", f"training-job/{name}")
+        if operation == "create_training_job":
+            tags = Request("sagemaker:AddTags", job)
+            return [Request(action, job), tags, passing(asked["RoleArn"], "sagemaker.amazonaws.com")]
+        return [Request(action, ANY if operation == "list_training_jobs" else job, TAG)]
+    tagging = {"aws:RequestTag/watchstep": asked.get("tags", {}).get("watchstep", "")}
+    if operation == "submit_job":
+        queue = Request(action, arn("batch", f"job-queue/{asked['jobQueue']}"))
+        definition = asked["jobDefinition"].partition(":job-definition/")[2]
+        return [
+            queue, Request(action, arn("batch", f"job-definition/{definition}")),
+            Request("batch:TagResource", arn("batch", "job/j"), tagging),
+        ]  # fmt: skip
+    if operation == "register_job_definition":
+        definition = arn("batch", f"job-definition/{asked['jobDefinitionName']}")
+        container = asked["containerProperties"]
+        roles = [container[name] for name in ("jobRoleArn", "executionRoleArn")]
+        return [
+            Request(action, definition), Request("batch:TagResource", definition, tagging),
+            *(passing(role, "ecs-tasks.amazonaws.com") for role in roles),
+        ]  # fmt: skip
+    return [
+        Request(action, arn("batch", f"job/{asked['jobId']}") if operation == "terminate_job" else ANY, TAG)
+    ]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """All that is asked of AWS from now on."""
+    held: list[Call] = []
+    plain = Aws.call
+
+    def call(self: Aws, service: str, operation: str, **asked: Any) -> Any:
+        if service != "sts":  # GetCallerIdentity needs no permission
+            sent = {name: value for name, value in asked.items() if name not in ("region", "once")}
+            held.append((service, operation, sent))
+        return plain(self, service, operation, **asked)
+
+    monkeypatch.setattr(Aws, "call", call)
+    return held
+
+
+def launch(backend: Backend, folder: Path) -> JobHandle:
+    """All that a launcher does."""
+    (folder / "train.py").write_text("pass")
+    job = backend.submit(Launch(("python", "train.py"), {}, folder, name="ws-run-1"))
+    assert backend.jobs() == [job]
+    assert backend.reattach(job.id) == job
+    backend.status(job)
+    backend.stop(job)
+    backend.logs(job)
+    return job
+
+
+def all_allowed(calls: list[Call], name: str) -> None:
+    assert calls
+    for call in calls:
+        for request in requests(call):
+            assert allowed(request, policy(name)), request
+    calls.clear()
+
+
+def test_sagemakers(sagemaker: SageMakerStandIn, calls: list[Call], tmp_path: Path) -> None:
+    sagemaker.holds = True
+    backend = SageMaker(**{**SAGEMAKER, "code_location": "s3://jobs/code"})
+    job = launch(backend, tmp_path)
+    calls[:] = [(s, o, {**a, "Bucket": "acme-training"} if s == "s3" else a) for s, o, a in calls]
+    assert {operation for _, operation, _ in calls} >= {"put_object", "list_tags", "stop_training_job"}
+    all_allowed(calls, "sagemaker launcher")
+    stopper = SageMaker()
+    stopper.status(job)
+    stopper.stop(job)
+    stopper.reattach(job.id)
+    all_allowed(
+        [*calls, ("sagemaker", "stop_training_job", {"TrainingJobName": job.id})], "sagemaker service"
+    )
+    theirs, mine = arn("sagemaker", "training-job/theirs"), arn("sagemaker", "training-job/ws-1")
+    for name, request in [
+        ("launcher", Request("sagemaker:StopTrainingJob", theirs)),
+        ("launcher", Request("sagemaker:CreateTrainingJob", theirs)),
+        ("launcher", Request("sagemaker:DeleteTrainingJob", mine)),
+        ("launcher", passing(f"arn:aws:iam::{ACCOUNT}:role/admin", "sagemaker.amazonaws.com")),
+        ("launcher", passing(ROLE, "lambda.amazonaws.com")),
+        ("launcher", Request("s3:PutObject", "arn:aws:s3:::acme-training/runs/x")),
+        ("launcher", Request("s3:GetObject", "arn:aws:s3:::acme-training/code/x")),
+        ("launcher", Request("logs:GetLogEvents", arn("logs", "log-group:/aws/batch/job:log-stream:x"))),
+        ("service", Request("sagemaker:StopTrainingJob", theirs)),
+        ("service", Request("sagemaker:CreateTrainingJob", mine)),
+        ("job", Request("s3:ListBucket", "arn:aws:s3:::acme-training", {"s3:prefix": "runs/"})),
+        ("job", Request("secretsmanager:GetSecretValue", arn("secretsmanager", "secret:other-a1b2c3"))),
+    ]:
+        assert not allowed(request, policy(f"sagemaker {name}")), request
+    for request in (
+        Request("s3:GetObject", "arn:aws:s3:::acme-training/code/ws-1/code/start.py"),
+        Request("s3:ListBucket", "arn:aws:s3:::acme-training", {"s3:prefix": "code/ws-1/code/"}),
+        Request("secretsmanager:GetSecretValue", arn("secretsmanager", "secret:watchstep/token-a1b2c3")),
+        Request("sagemaker:DescribeTrainingJob", mine),
+    ):
+        assert allowed(request, policy("sagemaker job")), request
+
+
+def test_batchs(batch: BatchStandIn, calls: list[Call], tmp_path: Path) -> None:
+    batch.holds = True
+    backend = AwsBatch(**BATCH, job_role=ROLE, execution_role=f"arn:aws:iam::{ACCOUNT}:role/agents")
+    job = launch(backend, tmp_path)
+    assert {operation for _, operation, _ in calls} >= {
+        "register_job_definition",
+        "list_jobs",
+        "terminate_job",
+    }
+    all_allowed(calls, "batch launcher")
+    stopper = AwsBatch()
+    stopper.status(job)
+    stopper.stop(job)
+    stopper.reattach(job.id)
+    all_allowed([*calls, ("batch", "terminate_job", {"jobId": job.id})], "batch service")
+    theirs = arn("batch", "job/theirs")
+    for name, request in [
+        ("launcher", Request("batch:TerminateJob", theirs)),
+        ("launcher", Request("batch:TagResource", theirs, {"aws:RequestTag/watchstep": ""})),
+        ("launcher", Request("batch:SubmitJob", arn("batch", "job-queue/others"))),
+        ("launcher", Request("batch:SubmitJob", arn("batch", "job-definition/others:1"))),
+        ("launcher", Request("batch:DeregisterJobDefinition", arn("batch", "job-definition/watchstep-1:1"))),
+        ("launcher", passing(f"arn:aws:iam::{ACCOUNT}:role/admin", "ecs-tasks.amazonaws.com")),
+        ("service", Request("batch:TerminateJob", theirs)),
+        ("service", Request("batch:SubmitJob", arn("batch", "job-queue/gpu"))),
+    ]:
+        assert not allowed(request, policy(f"batch {name}")), request

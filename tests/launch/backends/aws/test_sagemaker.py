@@ -1,4 +1,4 @@
-"""What SageMaker does that other backends do not. On a stand-in before moto: no AWS was met."""
+"""SageMaker, on a stand-in before moto whose containers are processes of this machine: no AWS was met."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tests.launch.backends.aws.aws_bench import (
 )
 from tests.launch.backends.aws.aws_stand_in import ACCOUNT, REGION, LostError, RefusalError, StandIn
 from tests.launch.backends.aws.sagemaker_stand_in import SageMakerStandIn
+from tests.launch.backends.backend_contract import *  # noqa: F403 - the tests of the contract
 from tests.launch.backends.backend_contract import TELLING, WILLING, Bench
 from tests.services.jobs import eventually
 from watchstep.errors import ConfigError

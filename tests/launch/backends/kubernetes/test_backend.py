@@ -1,16 +1,17 @@
-"""Jobs on a stand-in for a cluster: what is left when something fails, what is never touched, what is told."""
+"""Kubernetes, on a double of its API whose pods are processes of this machine."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch.backends.backend_contract import STUBBORN, TELLING, WILLING
+from tests.launch.backends.backend_contract import *  # noqa: F403 - the tests of the contract
+from tests.launch.backends.backend_contract import STUBBORN, TELLING, WILLING, Bench
 from tests.launch.backends.kubernetes.double import Double, running_double
 from tests.services.jobs import eventually
 from tests.services.redis import free_port
@@ -395,3 +396,22 @@ def test_ids_that_are_none(double: Double, id: str) -> None:  # noqa: A002 - the
 def test_identities_that_are_none(identity: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="Kubernetes identity"):
         Kubernetes().settled(replace(JOB, identity=identity))
+
+
+@pytest.fixture(scope="module")
+def kubernetes() -> Iterator[Double]:
+    with running_double() as double:
+        yield double
+
+
+@pytest.fixture
+def bench(kubernetes: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setenv("KUBECONFIG", str(kubernetes.write_kubeconfig(tmp_path / "kubeconfig")))
+    backend = Kubernetes(image="training:1", working_directory=str(tmp_path))
+
+    def deleted_and_made_anew(identity: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**identity, "uid": "3b9e9e4e-0000-4000-8000-000000000000"}
+
+    held = Bench(backend, tmp_path, earlier=deleted_and_made_anew)
+    yield held
+    held.close()

@@ -1,3 +1,5 @@
+"""Jobs that are processes of this machine."""
+
 from __future__ import annotations
 
 import errno
@@ -5,11 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.launch.backends.backend_contract import *  # noqa: F403 - the tests of the contract
+from tests.launch.backends.backend_contract import Bench
 from tests.services.jobs import STUBBORN, WILLING, eventually, launch
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.platform.process import record_process
@@ -202,3 +207,10 @@ def test_whose_process_it_is_decides_whether_it_may_be_stopped(backend: Local, t
     gone(backend, job)
     eventually(lambda: not Path(f"/proc/{job.id}").exists())
     backend.check_may_stop(job)  # whoever stops it sees that it has ended
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    held = Bench(Local(folder=tmp_path / "jobs"), tmp_path)
+    yield held
+    held.close()

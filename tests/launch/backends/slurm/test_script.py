@@ -1,4 +1,4 @@
-"""What reaches a program through the batch script, and what is read from Slurm's answers."""
+"""The script of a Slurm job, and whose jobs are seen."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.launch.backends.slurm.slurm_cluster import SECONDS, SlurmCluster
+from tests.services.jobs import eventually
+from watchstep import Hook
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import JobNotFoundError, JobStatus, Launch
 from watchstep_launch.backends.slurm.backend import Slurm, batch_script
 from watchstep_launch.backends.slurm.commands import JobRow, is_job_id, last_rows, parse_accounting
-from watchstep_launch.backends.slurm.identity import SlurmIdentity
+from watchstep_launch.backends.slurm.identity import SlurmIdentity, permits_stopping_others
 
 TELLS = "import json, os, sys; print(json.dumps([sys.argv[1:], {n: v for n, v in os.environ.items() if n.startswith('GIVEN_')}]))"
-
 SRUN = """\
 #!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift; done
 exec "$@"
 """
 """Takes the place of srun where no cluster is needed: leaves out its options, and becomes the task."""
-
 SAYS = """\
 #!{python}
 import sys
@@ -35,9 +38,17 @@ for row in {rows}:
     print(*row, "", sep=end)
 """
 """Takes the place of squeue and sacct: writes rows as sacct does."""
-
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30)
 names = st.from_regex(r"\AGIVEN_[A-Z0-9_]{0,8}\Z")
+NOBODY = 65534
+ATTACHES = """
+import os, sys
+import watchstep_services.cli.jobs as launching
+import watchstep.platform.process, watchstep_launch.backends.slurm.backend, watchstep_launch.attach
+os.setgid(int(sys.argv[1]))
+os.setuid(int(sys.argv[1]))
+launching.app(sys.argv[2:])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +171,76 @@ def test_a_job_that_the_controller_forgot_is_known_from_accounting_as_it_was_sta
     says("sacct", ("41", "RUNNING", "0:0", "100", "c", "n"), ("42", "RUNNING", "0:0", "100", "c", "n"))
     with pytest.raises(JobNotFoundError, match="is an array"):
         Slurm().reattach("41")
+
+
+@pytest.mark.parametrize(
+    ("said", "over"),
+    [
+        ("", False),
+        ("None|\n", False),
+        ("Operator|\n", True),
+        ("Administrator|other\n", True),
+        ("None|other,vision\n", True),
+        ("None|other,visionary\n", False),
+    ],
+)
+def test_who_may_stop_the_jobs_of_others_is_read_from_accounting(said: str, over: bool) -> None:
+    assert permits_stopping_others(said, "vision") is over
+    assert permits_stopping_others(said, "") is (over and "None" not in said)
+
+
+@pytest.fixture
+def open_place(slurm: SlurmCluster) -> Iterator[Path]:
+    """A folder that other users see, on a cluster that they reach."""
+    if os.geteuid() != 0:
+        pytest.skip("NO OTHER USER HERE: only root can submit jobs as somebody else")
+    for place in (slurm.folder, slurm.folder / "munge"):
+        place.chmod(0o711)
+    with tempfile.TemporaryDirectory(prefix="ws-owner-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def submitted(place: Path, user: int) -> str:
+    done = subprocess.run(
+        ["sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 1000"],
+        cwd=place, user=user, group=user, capture_output=True, text=True, check=True, timeout=SECONDS,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+@pytest.mark.ci
+def test_a_job_of_another_user_is_refused_and_left_alone(slurm: SlurmCluster, open_place: Path) -> None:
+    theirs, ours = submitted(open_place, 0), submitted(open_place, NOBODY)
+    words = [
+        sys.executable,
+        "-c",
+        ATTACHES,
+        str(NOBODY),
+        "attach",
+        "--run",
+        f"{open_place}/store/default/night",
+    ]
+    environment = {**os.environ, "WATCHSTEP_JOBS": str(open_place / "jobs"), "HOME": str(open_place)}
+    with Hook(open_place / "store", project="default", run="night") as hook:
+        hook.log(loss=1.0)
+        hook.step()
+        eventually((open_place / "store" / "default" / "night" / "run.json").exists)
+        try:
+            done = subprocess.run(
+                [*words, "--job", f"slurm:{theirs}"], env=environment, cwd=open_place, check=False,
+                capture_output=True, text=True, timeout=SECONDS,
+            )  # fmt: skip
+            backend = Slurm()
+            for job in (theirs, ours):
+                handle = backend.reattach(job)
+                assert not backend.status(handle).is_over
+                backend.check_may_stop(handle)  # who is root, or Slurm's user, may stop any
+        finally:
+            slurm.command("scancel", theirs, ours)
+    assert done.returncode != 0
+    told = f"{done.stderr}{done.stdout}"
+    assert f"job slurm:{theirs} belongs to user root; user nobody may not stop it" in told
+    assert "attach as the job's user" in told
+    assert not (open_place / "jobs").exists()  # nothing was written down
+    assert not (open_place / "store" / ".watchstep").exists()  # nor a service started

@@ -1,4 +1,4 @@
-"""What a real Slurm does that other backends do not: two nodes, requeues, a controller that is away."""
+"""Slurm, on a real cluster of this machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tests.launch.backends.backend_contract import *  # noqa: F403 - the tests of the contract
 from tests.launch.backends.backend_contract import SECONDS, TELLING, Bench
 from tests.launch.backends.slurm.slurm_cluster import SlurmCluster
 from tests.services.jobs import eventually

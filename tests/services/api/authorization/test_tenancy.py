@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from tests.laws import examples
-from tests.services.api.conftest import Api, Client
+from tests.services.api.conftest import Api
 from tests.services.driving import Driven
 from tests.services.jobs import recorded_process
 from tests.services.recording import Recording, nan_from
 from watchstep.errors import StoreError
 from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
-from watchstep_services.api.app import create_app
 from watchstep_services.core.egress import AddressRefusedError
 from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.db.models import RunRow
@@ -36,13 +35,12 @@ def shared(api: Api, tmp_path: Path) -> Api:
     """A service whose admins make the projects: two tenants, each in a folder of its own."""
     for name in ("a", "b"):
         (tmp_path / "tenants" / name).mkdir(parents=True)
-    driven = api.driven.with_settings(local_stores=tmp_path / "tenants", new_projects="by_admins")
-    shared_api = Api(Client(create_app(driven.service)), driven)
+    shared_api = api.with_settings(local_stores=tmp_path / "tenants", new_projects="by_admins")
     for name in ("a", "b"):
         store = {"name": f"store-{name}", "url": str(tmp_path / "tenants" / name)}
-        assert shared_api.call("POST", "/v1/stores", store, role="admin").status_code == 201
+        assert shared_api.status("POST", "/v1/stores", store, role="admin") == 201
         project = {"name": name, "store": f"store-{name}"}
-        assert shared_api.call("POST", "/v1/projects", project, role="admin").status_code == 201
+        assert shared_api.status("POST", "/v1/projects", project, role="admin") == 201
     return shared_api
 
 
@@ -81,7 +79,7 @@ def test_stores_are_registered_checked_changed_and_deleted(shared: Api, tmp_path
     missing = {"name": "c", "url": str(tmp_path / "tenants" / "c")}
     refused = shared.call("POST", "/v1/stores", missing, role="admin")
     assert (refused.status_code, "does not exist" in refused.json()["detail"]) == (422, True)
-    assert shared.call("POST", "/v1/stores", {**missing, "check": False}, role="admin").status_code == 201
+    assert shared.status("POST", "/v1/stores", {**missing, "check": False}, role="admin") == 201
     taken = shared.call("POST", "/v1/stores", {**missing, "check": False}, role="admin")
     assert taken.status_code == 409
     (tmp_path / "tenants" / "d").mkdir()
@@ -89,9 +87,9 @@ def test_stores_are_registered_checked_changed_and_deleted(shared: Api, tmp_path
         "PUT", "/v1/stores/c", {"url": str(tmp_path / "tenants" / "d")}, role="admin"
     ).json()
     assert (changed["version"], Path(changed["url"]).name) == (2, "d")
-    assert shared.call("DELETE", "/v1/stores/c", role="admin").status_code == 204
-    assert shared.call("DELETE", "/v1/stores/c", role="admin").status_code == 404
-    assert shared.call("DELETE", "/v1/stores/store-a", role="admin").status_code == 409
+    assert shared.status("DELETE", "/v1/stores/c", role="admin") == 204
+    assert shared.status("DELETE", "/v1/stores/c", role="admin") == 404
+    assert shared.status("DELETE", "/v1/stores/store-a", role="admin") == 409
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_stores_are_registered_checked_changed_and_deleted(shared: Api, tmp_path
 )  # fmt: skip
 def test_an_invalid_location_is_not_registered(shared: Api, tmp_path: Path, url: str) -> None:
     body = {"name": "x", "url": url.format(below=tmp_path / "tenants"), "check": False}
-    assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 422
+    assert shared.status("POST", "/v1/stores", body, role="admin") == 422
 
 
 @pytest.mark.parametrize(
@@ -116,13 +114,13 @@ def test_an_invalid_location_is_not_registered(shared: Api, tmp_path: Path, url:
 )  # fmt: skip
 def test_roles_and_endpoints_are_validated(shared: Api, more: dict[str, str]) -> None:
     body = {"name": "x", "url": "s3://bucket/runs", "check": False, **more}
-    assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 422
+    assert shared.status("POST", "/v1/stores", body, role="admin") == 422
 
 
 def test_a_link_in_a_registered_store_is_not_followed(shared: Api, tmp_path: Path) -> None:
     (tmp_path / "tenants" / "out").symlink_to(tmp_path)
     body = {"name": "x", "url": str(tmp_path / "tenants" / "out"), "check": False}
-    assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 422
+    assert shared.status("POST", "/v1/stores", body, role="admin") == 422
 
 
 NEVER = [
@@ -150,12 +148,12 @@ def test_an_endpoint_that_is_link_local_is_never_used(shared: Api, endpoint: str
     refused = shared.call("POST", "/v1/stores", {**body, "endpoint": endpoint}, role="admin")
     assert refused.status_code == 422
     good = {**body, "endpoint": "http://10.1.2.3:9000"}  # private, and an administrator's word
-    assert shared.call("POST", "/v1/stores", good, role="admin").status_code == 201
+    assert shared.status("POST", "/v1/stores", good, role="admin") == 201
     refused = shared.call("PUT", "/v1/stores/x", {**body, "endpoint": endpoint}, role="admin")
     assert refused.status_code == 422
     assert shared.call("GET", "/v1/stores/x", role="admin").json()["endpoint"] == "http://10.1.2.3:9000"
     ray = {"name": "ray", "kind": "ray", "settings": {"address": endpoint}}
-    assert shared.call("POST", "/v1/backends", ray, role="admin").status_code == 422
+    assert shared.status("POST", "/v1/backends", ray, role="admin") == 422
     # One that was registered when its name led elsewhere, as when it is opened later.
     with pytest.raises(AddressRefusedError):
         open_place(StorePlace(0, 0, StoreRegistration("s3://bucket/runs", endpoint=endpoint), "", "a"))
@@ -165,7 +163,7 @@ def test_an_endpoint_that_has_no_address_is_checked_when_it_is_opened(shared: Ap
     body = {
         "name": "x", "url": "s3://bucket/runs", "check": False, "endpoint": "http://later.invalid:9000",
     }  # fmt: skip
-    assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 201
+    assert shared.status("POST", "/v1/stores", body, role="admin") == 201
     with pytest.raises(StoreError, match=r"later\.invalid.* cannot be resolved"):
         open_place(
             StorePlace(0, 0, StoreRegistration("s3://bucket/runs", endpoint=str(body["endpoint"])), "", "a")
@@ -175,32 +173,30 @@ def test_an_endpoint_that_has_no_address_is_checked_when_it_is_opened(shared: Ap
 @pytest.mark.parametrize("role", ["viewer", "recorder", "operator"])
 def test_only_admins_change_stores_and_backends(shared: Api, role: Any) -> None:
     for path in ("/v1/stores", "/v1/stores/store-a", "/v1/backends"):
-        assert shared.call("GET", path, role=role).status_code == 403
-    assert (
-        shared.call("POST", "/v1/projects", {"name": "x", "store": "store-a"}, role=role).status_code == 403
-    )
+        assert shared.status("GET", path, role=role) == 403
+    assert shared.status("POST", "/v1/projects", {"name": "x", "store": "store-a"}, role=role) == 403
 
 
 def test_an_admin_of_one_project_cannot_access_stores(shared: Api) -> None:
     own: dict[str, Any] = {"role": "admin", "project": "a"}
-    assert shared.call("GET", "/v1/stores", **own).status_code == 403
-    assert shared.call("POST", "/v1/projects", {"name": "x", "store": "store-b"}, **own).status_code == 403
+    assert shared.status("GET", "/v1/stores", **own) == 403
+    assert shared.status("POST", "/v1/projects", {"name": "x", "store": "store-b"}, **own) == 403
     changes: tuple[dict[str, Any], ...] = (
         {"store": "store-b"}, {"prefix": "x"}, {"backends": []}, {"archived": True},
     )  # fmt: skip
     for change in changes:
-        assert shared.call("PATCH", "/v1/projects/a", change, **own).status_code == 403
+        assert shared.status("PATCH", "/v1/projects/a", change, **own) == 403
     patched = shared.call("PATCH", "/v1/projects/a", {"description": "ours"}, **own)
     assert (patched.status_code, patched.json()["description"]) == (200, "ours")
-    assert shared.call("PATCH", "/v1/projects/b", {"description": "ours"}, **own).status_code == 403
+    assert shared.status("PATCH", "/v1/projects/b", {"description": "ours"}, **own) == 403
     seen = shared.call("GET", "/v1/projects", **own).json()["projects"]
     assert [project["name"] for project in seen] == ["a"]
-    assert shared.call("GET", "/v1/projects/b", **own).status_code == 403
+    assert shared.status("GET", "/v1/projects/b", **own) == 403
 
 
 def test_projects_have_separate_locations(shared: Api, tmp_path: Path) -> None:
     wide = {"name": "wide", "url": str(tmp_path / "tenants"), "check": False}
-    assert shared.call("POST", "/v1/stores", wide, role="admin").status_code == 201
+    assert shared.status("POST", "/v1/stores", wide, role="admin") == 201
     within = shared.call(
         "POST", "/v1/projects", {"name": "x", "store": "store-a", "prefix": "a"}, role="admin"
     )
@@ -210,24 +206,22 @@ def test_projects_have_separate_locations(shared: Api, tmp_path: Path) -> None:
     assert shared.call("GET", "/v1/projects/b", role="admin").json()["store"] == "store-b"
     for number, prefix in enumerate(("../x", "a/../b", "/", "a//b", "%2e%2e", "file://x")):
         body = {"name": f"y{number}", "store": "store-a", "prefix": prefix}
-        assert shared.call("POST", "/v1/projects", body, role="admin").status_code == (
-            201 if prefix == "/" else 422
-        )
+        assert shared.status("POST", "/v1/projects", body, role="admin") == (201 if prefix == "/" else 422)
 
 
 def test_only_admins_create_projects_if_configured(shared: Api) -> None:
     refused = shared.call("POST", "/v1/projects/new/runs", {"run": "r"})
     assert refused.status_code == 404
-    assert shared.call("POST", "/v1/projects/a/runs", {"run": "r"}, role="recorder").status_code == 200
+    assert shared.status("POST", "/v1/projects/a/runs", {"run": "r"}, role="recorder") == 200
 
 
 def test_an_archived_project_accepts_no_runs_and_is_readable(shared: Api) -> None:
     shared.call("POST", "/v1/projects/a/runs", {"run": "r"})
     assert shared.call("PATCH", "/v1/projects/a", {"archived": True}, role="admin").json()["archived_ns"]
-    assert shared.call("POST", "/v1/projects/a/runs", {"run": "s"}).status_code == 409
-    assert shared.call("GET", "/v1/projects/a/runs/r").status_code == 200
+    assert shared.status("POST", "/v1/projects/a/runs", {"run": "s"}) == 409
+    assert shared.status("GET", "/v1/projects/a/runs/r") == 200
     shared.call("PATCH", "/v1/projects/a", {"archived": False}, role="admin")
-    assert shared.call("POST", "/v1/projects/a/runs", {"run": "s"}).status_code == 200
+    assert shared.status("POST", "/v1/projects/a/runs", {"run": "s"}) == 200
 
 
 def test_an_archived_project_accepts_no_announcements(shared: Api) -> None:
@@ -242,27 +236,24 @@ def test_an_archived_project_accepts_no_announcements(shared: Api) -> None:
     assert (refused.status_code, refused.json()["detail"]) == (409, "project 'a': archived")
     assert "admin" in refused.json()["hint"]
     assert shared.driven.segments(1) == {}
-    assert shared.call("POST", path.replace("/r/", "/unknown/"), messages, role="recorder").status_code == 404
-    assert shared.call("POST", "/v1/projects/a/runs/r/stop", {"attempt": "a1"}).status_code == 202
+    assert shared.status("POST", path.replace("/r/", "/unknown/"), messages, role="recorder") == 404
+    assert shared.status("POST", "/v1/projects/a/runs/r/stop", {"attempt": "a1"}) == 202
     shared.call("PATCH", "/v1/projects/a", {"archived": False}, role="admin")
-    assert shared.call("POST", path, messages, role="recorder", project="a").status_code == 200
+    assert shared.status("POST", path, messages, role="recorder", project="a") == 200
     assert shared.driven.segments(1) == {("w0", 0): "announced"}
 
 
 def test_a_job_is_bound_on_a_registered_backend_only(shared: Api, process: JobHandle) -> None:
     refused = bind(shared, "a", process)
     assert (refused.status_code, "not registered for project 'a'" in refused.json()["detail"]) == (422, True)
-    assert (
-        shared.call("POST", "/v1/backends", {"name": "local", "kind": "local"}, role="admin").status_code
-        == 201
-    )
+    assert shared.status("POST", "/v1/backends", {"name": "local", "kind": "local"}, role="admin") == 201
     assert bind(shared, "a", process).status_code == 422
     shared.call("PATCH", "/v1/projects/a", {"backends": ["local"]}, role="admin")
     assert bind(shared, "a", process).json()["job"]["backend"] == "local"
     assert bind(shared, "b", process).status_code == 422
-    assert shared.call("DELETE", "/v1/backends/local", role="admin").status_code == 409
+    assert shared.status("DELETE", "/v1/backends/local", role="admin") == 409
     for wrong in ({"name": "x", "kind": "command"}, {"name": "X", "kind": "local"}, {"name": "x", "kind": "local", "settings": {"a": 1}}):  # fmt: skip
-        assert shared.call("POST", "/v1/backends", wrong, role="admin").status_code == 422
+        assert shared.status("POST", "/v1/backends", wrong, role="admin") == 422
 
 
 @pytest.mark.parametrize("changes", [{}, {"host": "elsewhere"}])
@@ -278,20 +269,17 @@ def test_a_job_of_one_project_is_never_anothers(
     taken = bind(shared, "b", process, **changes)
     assert (taken.status_code, "in another project" in taken.json()["detail"]) == (409, True)
     renamed = {"run": "r", "attempt": "a1", "job": {**job_body(process, **changes), "backend": "box"}}
-    assert shared.call("POST", "/v1/projects/b/runs", renamed, project="b").status_code == 409
+    assert shared.status("POST", "/v1/projects/b/runs", renamed, project="b") == 409
     other_id = {"run": "r", "attempt": "a1", "job": {**job_body(process, **changes), "id": "1"}}
-    assert shared.call("POST", "/v1/projects/b/runs", other_id, project="b").status_code == 422
+    assert shared.status("POST", "/v1/projects/b/runs", other_id, project="b") == 422
 
 
 def test_a_recorder_binds_nothing(shared: Api, process: JobHandle) -> None:
     body = {"run": "r", "attempt": "a1", "job": job_body(process)}
-    assert shared.call("POST", "/v1/projects/a/runs", body, role="recorder").status_code == 403
+    assert shared.status("POST", "/v1/projects/a/runs", body, role="recorder") == 403
     shared.call("POST", "/v1/projects/a/runs", {"run": "r", "attempt": "a1"}, role="recorder")
     assert (
-        shared.call(
-            "PUT", "/v1/projects/a/runs/r/job", {"job": job_body(process)}, role="recorder"
-        ).status_code
-        == 403
+        shared.status("PUT", "/v1/projects/a/runs/r/job", {"job": job_body(process)}, role="recorder") == 403
     )
 
 
@@ -399,11 +387,11 @@ def test_a_registration_that_changes_takes_effect_without_a_restart(shared: Api,
 
 
 def test_first_runs_create_projects_on_the_services_own_store(api: Api) -> None:
-    assert api.call("POST", "/v1/projects/new/runs", {"run": "r"}, role="recorder").status_code == 200
+    assert api.status("POST", "/v1/projects/new/runs", {"run": "r"}, role="recorder") == 200
     project = api.call("GET", "/v1/projects/new").json()
     assert (project["store"], project["backends"]) == ("default", ["local"])
     elsewhere = replace(api.driven.service, local_jobs=False)
-    other = Api(Client(create_app(elsewhere)), Driven(elsewhere))
+    other = Api.of(Driven(elsewhere))
     other.call("POST", "/v1/projects/newer/runs", {"run": "r"}, role="recorder")
     assert other.call("GET", "/v1/projects/newer").json()["backends"] == []
 
@@ -412,4 +400,4 @@ def test_credentials_are_of_a_role_or_refused(shared: Api) -> None:
     path = "/v1/projects/a/runs/r/attempts/a1/credentials"
     refused = shared.call("POST", path, role="recorder")
     assert (refused.status_code, "no role" in refused.json()["detail"]) == (422, True)
-    assert shared.call("POST", path, role="viewer").status_code == 403
+    assert shared.status("POST", path, role="viewer") == 403

@@ -15,8 +15,7 @@ import sqlalchemy as sa
 
 from tests.services.api.conftest import Api
 from tests.services.api.walking import Answer, Ask, Operation, asking, operations
-from tests.services.recording import Recording, nan_from
-from watchstep.store.store import Store
+from tests.services.recording import nan_from
 from watchstep_services.api.app import create_app
 from watchstep_services.auth import Role
 from watchstep_services.db.engine import Database
@@ -214,9 +213,9 @@ class Walk:
         assert (refused.status, refused.text) == (403, unknown.text.replace("nobodys", THEIRS))
 
 
-def test_objects_of_other_projects_do_not_exist(api: Api, folder_store: Store) -> None:
+def test_objects_of_other_projects_do_not_exist(api: Api) -> None:
     api.call("POST", f"/v1/projects/{MINE}/runs", {"run": RUN})
-    api.driven.announce(1, Recording(folder_store, run=RUN).begin().write(0, 0, 9, nan_from(5)))
+    api.driven.announce(1, api.driven.recording(run=RUN).begin().write(0, 0, 9, nan_from(5)))
     planted = plant(api.driven.service.database)
     before = dumped(api.driven.service.database, planted)
     assert before == planted.rows

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.services.api.conftest import Api, Client
+from tests.services.api.conftest import Api
 from tests.services.api.walking import operations
 from tests.services.recording import PROJECT
-from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.request_limits import (
     MOST_BODY,
     MOST_DEPTH,
@@ -196,7 +195,7 @@ def test_head_is_get_without_a_body(api: Api) -> None:
     """On every address, with a token and without, and also where GET is refused."""
     driven = api.driven.with_settings(failures_per_minute=0)
     driven.register()
-    api = Api(Client(create_app(driven.service)), driven)
+    api = Api.of(driven)
     headers = {"authorization": f"Bearer {api.token('viewer')}"}
     values = {"project": PROJECT, "run": "run-1", "fingerprint": "f" * 32}
     paths = [

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from tests.services.api.conftest import Api, Client
+from tests.services.api.conftest import Api
 from tests.services.driving import Driven, make_service
 from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
 from watchstep.store.store import Store
@@ -23,7 +23,6 @@ from watchstep_rules.backtest.backtest import (
 )
 from watchstep_rules.backtest.sweep import parse_sweep, variations
 from watchstep_rules.config.rule_config import RuleConfig, WebhookAction
-from watchstep_services.api.app import create_app
 from watchstep_services.core.settings import load_settings
 from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.models import Backtest, BacktestResult
@@ -36,9 +35,9 @@ NAN = {"rule": "non_finite_values", "actions": ["stop"]}
 
 
 @pytest.fixture
-def recorded(api: Api, folder_store: Store) -> Api:
+def recorded(api: Api) -> Api:
     for run, value in (("a1", nan_from(4)), ("a2", exploding_from(20)), ("b", exploding_from(23))):
-        Recording(folder_store, run=run).begin().write_all([9, 19, 29], value)
+        api.driven.recording(run=run).begin().write_all([9, 19, 29], value)
         api.driven.register(run)
     return api
 
@@ -106,9 +105,9 @@ def test_an_invalid_backtest_is_refused(recorded: Api, body: Any, status: int, m
 
 def test_a_backtest_belongs_to_its_project(recorded: Api) -> None:
     backtest = created(recorded, runs=["b"])
-    assert recorded.call("GET", f"/v1/projects/other/backtests/{backtest['id']}").status_code == 404
-    assert recorded.call("GET", f"/v1/projects/vision/backtests/{2**63}").status_code == 422
-    assert recorded.call("GET", f"{PLACE}/{backtest['id']}", project="other").status_code == 403
+    assert recorded.status("GET", f"/v1/projects/other/backtests/{backtest['id']}") == 404
+    assert recorded.status("GET", f"/v1/projects/vision/backtests/{2**63}") == 422
+    assert recorded.status("GET", f"{PLACE}/{backtest['id']}", project="other") == 403
 
 
 def test_a_backtest_leaves_no_webhook_address_in_the_database(folder_store: Store, tmp_path: Path) -> None:
@@ -117,7 +116,7 @@ def test_a_backtest_leaves_no_webhook_address_in_the_database(folder_store: Stor
     database = open_encrypted_database(load_settings(home=home, store=folder_store.location))
     upgrade(database)
     driven = Driven(make_service(database, folder_store))
-    api = Api(Client(create_app(driven.service)), driven)
+    api = Api.of(driven)
     Recording(folder_store, run="b").begin().write_all([9, 19, 29], nan_from(4))
     api.driven.register("b")
     address = "https://hooks.example.com/services/SECRET-PATH?token=SECRET-QUERY"

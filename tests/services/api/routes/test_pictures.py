@@ -13,7 +13,6 @@ from pydantic import SecretStr
 from tests.services.api.conftest import Api, Client
 from tests.services.driving import Driven
 from tests.services.notify.alerting import PUBLIC, fire, picture_name, reachable
-from watchstep.store.store import Store
 from watchstep_services.api.app import create_app
 from watchstep_services.core.redaction import redact
 from watchstep_services.db.clock import read_clock
@@ -25,11 +24,11 @@ HOUR_NS = 3600 * 10**9
 
 
 @pytest.fixture
-def pictured(driven_sqlite: Driven, folder_store: Store, tmp_path: Path) -> Api:
+def pictured(driven_sqlite: Driven, tmp_path: Path) -> Api:
     """A service with one alert, a key and a public URL."""
     driven = reachable(driven_sqlite, tmp_path)
-    fire(driven, folder_store)
-    return Api(Client(create_app(driven.service)), driven)
+    fire(driven)
+    return Api.of(driven)
 
 
 def link(api: Api, name: PictureName | None = None, ahead_ns: int = 0) -> str:
@@ -111,12 +110,10 @@ def test_links_of_an_earlier_key_are_valid_until_it_is_removed(pictured: Api) ->
         assert Client(create_app(service)).get(address).status_code == status
 
 
-def test_requests_by_links_are_counted_by_address(
-    driven_sqlite: Driven, folder_store: Store, tmp_path: Path
-) -> None:
+def test_requests_by_links_are_counted_by_address(driven_sqlite: Driven, tmp_path: Path) -> None:
     driven = reachable(driven_sqlite, tmp_path, failures_per_minute=5)
-    fire(driven, folder_store)
-    api = Api(Client(create_app(driven.service)), driven)
+    fire(driven)
+    api = Api.of(driven)
     answers = [api.client.get(link(api)).status_code for _ in range(8)]
     assert answers[:5] == [200] * 5
     assert 429 in answers

@@ -1,3 +1,5 @@
+"""Receivers of a project, and what is shown of their addresses."""
+
 from __future__ import annotations
 
 import json
@@ -8,18 +10,17 @@ import pytest
 from pydantic import SecretStr
 from sqlalchemy import select
 
-from tests.services.api.conftest import Api, Client
+from tests.services.api.conftest import Api
 from tests.services.channels.http_server import http_server, status
 from tests.services.driving import Driven
-from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep.store.store import Store
+from tests.services.recording import PROJECT, nan_from
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_services.api.app import create_app
+from watchstep_services.api.streaming import encode
 from watchstep_services.channels.receiver_file import ReceiverFile
 from watchstep_services.channels.webhook import new_secret
-from watchstep_services.core.redaction import redact
+from watchstep_services.core.redaction import action_key, host_of, redact, shown_key, without_addresses
 from watchstep_services.db.encryption import SecretBox, new_key
-from watchstep_services.db.models import ReceiverRow, ReceiverSecret
+from watchstep_services.db.models import ActionRow, ReceiverRow, ReceiverSecret
 from watchstep_services.notify.directory import find_receiver, open_secrets, routes_of
 
 AT = f"/v1/projects/{PROJECT}/receivers"
@@ -29,6 +30,17 @@ OWNED = {
     "receivers": [{"name": "owned", "kind": "webhook", "url": "https://hooks.example/owner"}],
     "route": {"receiver": "owned"},
 }
+VISION = "/v1/projects/vision"
+RUN = f"{VISION}/runs/run-1"
+SECRET = "T0/B0/very-secret"
+HOOK = f"https://hooks.example:8443/services/{SECRET}"
+SHOWN = "https://hooks.example:8443/…"
+MINE: dict[str, Any] = {
+    "rule": "non_finite_values",
+    "name": "mine",
+    "params": {"only_nan": True},
+    "actions": ["stop", {"webhook": HOOK}],
+}
 
 
 @pytest.fixture
@@ -37,7 +49,7 @@ def keyed(api: Api) -> Api:
     key = SecretStr(f"{new_key()},{new_key()}")
     driven = api.driven.with_settings(secret_key=key, webhook_seconds=30.0)
     driven = Driven(replace(driven.service, receiver_file=ReceiverFile.model_validate(OWNED)))
-    return Api(Client(create_app(driven.service)), driven)
+    return Api.of(driven)
 
 
 def webhook(name: str = "hook", url: str = "https://hooks.example/a", **more: Any) -> dict[str, Any]:
@@ -96,15 +108,15 @@ def test_only_admins_write_what_acts_with_the_services_rights(keyed: Api) -> Non
         assert put(keyed, body).status_code == 403
         assert put(keyed, body, role="admin").status_code == 200
         assert put(keyed, webhook(body["name"])).status_code == 403
-        assert keyed.call("DELETE", f"{AT}/{body['name']}").status_code == 403
-        assert keyed.call("DELETE", f"{AT}/{body['name']}", role="admin").status_code == 200
+        assert keyed.status("DELETE", f"{AT}/{body['name']}") == 403
+        assert keyed.status("DELETE", f"{AT}/{body['name']}", role="admin") == 200
     from_file = webhook(authorization={"file": "/etc/passwd"})
     assert put(keyed, from_file, role="admin").status_code == 403
     anything = webhook(authorization={"env": "WATCHSTEP_SECRET_KEY"})
     assert put(keyed, anything, role="admin").status_code == 422
     for role in ("viewer", "recorder"):
         assert put(keyed, webhook(), role=role).status_code == 403
-        assert keyed.call("GET", AT, role=role).status_code == 403
+        assert keyed.status("GET", AT, role=role) == 403
 
 
 @pytest.mark.parametrize(
@@ -122,9 +134,7 @@ def test_a_receiver_of_pagerduty_or_teams(keyed: Api, body: dict[str, Any], fiel
     with http_server() as server:
         address = {"url": server.url} if field == "routing_key" else {}
         given = secret if field == "routing_key" else server.url
-        api = Api(
-            Client(create_app(keyed.driven.with_settings(allowed_addresses="loopback").service)), keyed.driven
-        )
+        api = keyed.with_settings(allowed_addresses="loopback")
         written = put(api, {"name": "r", **body, **address, field: given})
         assert written.status_code == 200, written.text
         for status_sent in ("firing", "resolved"):
@@ -145,19 +155,19 @@ def test_a_receiver_of_pagerduty_or_teams(keyed: Api, body: dict[str, Any], fiel
 def test_projects_do_not_see_each_others_receivers(keyed: Api) -> None:
     put(keyed, webhook())
     other = AT.replace(PROJECT, "text")
-    assert keyed.call("GET", f"{other}/hook").status_code == 404
-    assert keyed.call("POST", f"{other}/hook/test", {}).status_code == 404
-    assert keyed.call("DELETE", f"{other}/hook").status_code == 404
-    assert keyed.call("GET", f"{AT}/hook", project="text").status_code in (403, 404)
+    assert keyed.status("GET", f"{other}/hook") == 404
+    assert keyed.status("POST", f"{other}/hook/test", {}) == 404
+    assert keyed.status("DELETE", f"{other}/hook") == 404
+    assert keyed.status("GET", f"{AT}/hook", project="text") in (403, 404)
     tree = {"receiver": "hook"}
-    assert keyed.call("PUT", ROUTING.replace(PROJECT, "text"), tree).status_code == 422
+    assert keyed.status("PUT", ROUTING.replace(PROJECT, "text"), tree) == 422
     assert [entry["name"] for entry in keyed.call("GET", other).json()["receivers"]] == ["owned"]
 
 
 def test_receivers_of_the_owner_cannot_be_changed(keyed: Api) -> None:
     assert keyed.call("GET", f"{AT}/owned").json()["origin"] == "owner"
     assert put(keyed, webhook("owned"), role="admin").status_code == 409
-    assert keyed.call("DELETE", f"{AT}/owned", role="admin").status_code == 404
+    assert keyed.status("DELETE", f"{AT}/owned", role="admin") == 404
 
 
 def test_addresses_inside_are_refused(keyed: Api) -> None:
@@ -173,16 +183,10 @@ def test_addresses_inside_are_refused(keyed: Api) -> None:
 def test_changes_of_others_are_not_overwritten(keyed: Api) -> None:
     etag = put(keyed, webhook()).headers["etag"]
     assert keyed.call("GET", f"{AT}/hook").headers["etag"] == etag
-    path, headers = f"{AT}/hook", {"authorization": f"Bearer {keyed.token('operator')}", "if-match": etag}
-
-    def change(title: str) -> int:
-        sent = {**headers, "content-type": "application/json"}
-        return keyed.client.request(
-            "PUT", path, content=json.dumps(webhook(title=title)), headers=sent
-        ).status_code
-
-    assert [change("a"), change("b")] == [200, 412]
-    assert keyed.client.request("DELETE", path, headers=headers).status_code == 412
+    path, headers = f"{AT}/hook", {"if-match": etag}
+    changes = [keyed.status("PUT", path, webhook(title=title), headers=headers) for title in ("a", "b")]
+    assert changes == [200, 412]
+    assert keyed.status("DELETE", path, headers=headers) == 412
 
 
 def test_a_test_is_really_sent_and_signed(keyed: Api) -> None:
@@ -198,22 +202,19 @@ def test_a_test_is_really_sent_and_signed(keyed: Api) -> None:
         assert (failed["result"], "answered 500" in failed["detail"]) == ("error", True)
 
 
-def fire(api: Api, store: Store) -> None:
+def fire(api: Api) -> None:
     rule = {
         "rule": "non_finite_values",
         "name": "mine",
         "labels": {"team": "vision"},
         "actions": [{"notify": "hook"}, {"notify": "gone"}],
     }
-    recording = Recording(store).begin()
-    run_id = api.driven.register(rules=[RuleConfig.model_validate(rule)])
-    api.driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    api.driven.settle(run_id)
+    api.driven.record(nan_from(5), rules=[RuleConfig.model_validate(rule)])
 
 
-def test_templates_are_previewed(keyed: Api, folder_store: Store) -> None:
+def test_templates_are_previewed(keyed: Api) -> None:
     put(keyed, webhook(title="{name} of {run}"))
-    fire(keyed, folder_store)
+    fire(keyed)
     preview = f"{AT}/hook/preview"
     assert keyed.call("POST", preview, {}).json()["title"] == "test of test"
     real = keyed.call(
@@ -223,25 +224,25 @@ def test_templates_are_previewed(keyed: Api, folder_store: Store) -> None:
     assert real["text"].startswith("vision: ")
     wrong = keyed.call("POST", preview, {"text": "{__class__}"})
     assert (wrong.status_code, "unknown field {__class__}" in wrong.text) == (422, True)
-    assert keyed.call("POST", preview, {"run": "run-1", "name": "never"}).status_code == 404
+    assert keyed.status("POST", preview, {"run": "run-1", "name": "never"}) == 404
 
 
-def test_the_tree_is_the_owners_until_a_project_has_its_own(keyed: Api, folder_store: Store) -> None:
+def test_the_tree_is_the_owners_until_a_project_has_its_own(keyed: Api) -> None:
     assert keyed.call("GET", ROUTING, role="viewer").json()["origin"] == "owner"
     put(keyed, webhook())
     tree = {
         "receiver": "owned",
         "routes": [{"receiver": "hook", "matchers": ["team=vision"], "continue": True}],
     }
-    assert keyed.call("PUT", ROUTING, tree, role="viewer").status_code == 403
+    assert keyed.status("PUT", ROUTING, tree, role="viewer") == 403
     written = keyed.call("PUT", ROUTING, tree)
     assert (written.status_code, written.json()["origin"]) == (200, "project"), written.text
     # What is read can be written.
     assert keyed.call("PUT", ROUTING, keyed.call("GET", ROUTING).json()["route"]).json() == written.json()
-    assert keyed.call("DELETE", f"{AT}/hook").status_code == 409
+    assert keyed.status("DELETE", f"{AT}/hook") == 409
     unknown = keyed.call("PUT", ROUTING, {"receiver": "nobody"})
     assert (unknown.status_code, "'nobody'" in unknown.json()["detail"]) == (422, True)
-    fire(keyed, folder_store)
+    fire(keyed)
     seen = keyed.call("POST", f"{ROUTING}/preview", {"run": "run-1", "name": "mine"}).json()
     assert [route["receiver"] for route in seen["routes"]] == ["hook"]
     assert (seen["labels"]["team"], seen["unknown"]) == ("vision", ["gone"])
@@ -255,9 +256,9 @@ def test_the_tree_is_the_owners_until_a_project_has_its_own(keyed: Api, folder_s
     assert keyed.call("DELETE", ROUTING).json()["origin"] == "owner"
 
 
-def test_a_rule_reports_its_unknown_receivers(keyed: Api, folder_store: Store) -> None:
+def test_a_rule_reports_its_unknown_receivers(keyed: Api) -> None:
     put(keyed, webhook())
-    fire(keyed, folder_store)
+    fire(keyed)
     rules = keyed.call("GET", f"/v1/projects/{PROJECT}/runs/run-1").json()["rules"]
     (warning,) = next(rule["warnings"] for rule in rules if rule["name"] == "mine")
     assert "'gone'" in warning
@@ -275,9 +276,9 @@ def test_an_alertmanager_is_notified_at_its_own_interval(keyed: Api) -> None:
 def test_a_receiver_of_a_later_version_is_reported_and_blocks_no_other(keyed: Api) -> None:
     put(keyed, webhook("good"))
     put(keyed, webhook("later"))
-    with keyed.driven.service.database.write() as session:
-        row = session.get_one(ReceiverRow, (PROJECT, "later"))
-        row.kind, row.config = "pigeon", {"name": "later", "kind": "pigeon", "loft": 3}
+    keyed.driven.change(
+        ReceiverRow, (PROJECT, "later"), kind="pigeon", config={"name": "later", "kind": "pigeon", "loft": 3}
+    )
     listed = {receiver["name"]: receiver for receiver in keyed.call("GET", AT).json()["receivers"]}
     assert "pigeon" in listed["later"]["problem"]
     assert (listed["good"]["problem"], listed["later"]["receiver"]) == ("", {})
@@ -290,9 +291,9 @@ def test_a_receiver_of_a_later_version_is_reported_and_blocks_no_other(keyed: Ap
     assert "good" in {route.receiver for route in found}
     assert "later" not in {route.receiver for route in found}
     assert put(keyed, webhook("later")).status_code == 403, "its permissions are unknown"
-    assert keyed.call("DELETE", f"{AT}/later").status_code == 403
+    assert keyed.status("DELETE", f"{AT}/later") == 403
     assert keyed.call("DELETE", f"{AT}/later", role="admin").json()["kind"] == "pigeon"
-    assert keyed.call("GET", f"{AT}/later").status_code == 404
+    assert keyed.status("GET", f"{AT}/later") == 404
 
 
 def test_a_decrypted_secret_is_in_no_log(keyed: Api) -> None:
@@ -306,3 +307,79 @@ def test_a_decrypted_secret_is_in_no_log(keyed: Api) -> None:
         receiver = find_receiver(service, session, PROJECT, "hook")
         assert open_secrets(service, session, PROJECT, receiver) == {"secret": secret}
     assert secret not in redact(f"the receiver says: I do not know {secret}")
+
+
+def ran(api: Api) -> None:
+    """A run with a rule that has fired, an action of it, and a stop without permission."""
+    registered = api.call("POST", f"{VISION}/runs", {"run": "run-1", "rules": [MINE]}, role="recorder")
+    assert registered.status_code == 200, registered.text
+    assert SECRET not in registered.text
+    assert api.status("PUT", f"{VISION}/rules/own", {**MINE, "name": "own"}) == 200
+    assert api.status("PUT", f"{RUN}/rules/mine", MINE) == 200
+    api.driven.judge(1, api.driven.recording().begin().write(0, 0, 7, nan_from(5)))
+
+
+READ = (
+    f"{VISION}/rules",
+    f"{VISION}/rules/own",
+    f"{RUN}/rules",
+    f"{RUN}/rules/mine",
+    RUN,
+    f"{RUN}/alerts",
+    f"{RUN}/events",
+    f"{VISION}/events",
+    f"{RUN}/actions",
+    f"{VISION}/audit",
+    f"{VISION}/stop-grants",
+)
+
+
+def test_only_operators_see_webhook_addresses(api: Api) -> None:
+    ran(api)
+    of_rules = READ[:5]
+    for path in READ:
+        for role in ("viewer", "operator", "admin"):
+            answer = api.call("GET", path, role=role)
+            assert answer.status_code == 200, answer.text
+            assert (SECRET in answer.text) == (path in of_rules and role != "viewer"), (path, role)
+    for path in of_rules:
+        assert SHOWN in str(api.call("GET", path, role="viewer").json())
+    with api.driven.service.database.read() as session:
+        posted = [row for row in session.query(ActionRow) if row.kind == "webhook"]
+    assert {row.payload["url"] for row in posted} == {HOOK}
+    assert SECRET not in json.dumps([row.payload["event"] for row in posted])
+
+
+def test_operators_change_only_what_they_have_read(api: Api) -> None:
+    ran(api)
+    seen = api.call("GET", f"{VISION}/rules/own")
+
+    body, headers = {**seen.json()["config"], "severity": "critical"}, {"if-match": seen.headers["etag"]}
+    changes = [api.status("PUT", f"{VISION}/rules/own", body, headers=headers) for _ in range(2)]
+    assert changes == [200, 412]
+
+
+def test_addresses_that_earlier_versions_stored_are_not_shown() -> None:
+    event = {"data": {"rule_config": {"actions": [{"kind": "webhook", "url": HOOK}, {"webhook": HOOK}]}}}
+    assert SECRET.encode() not in encode(7, "io.watchstep.alert.firing", event)
+    assert shown_key(f"webhook:e1:{HOOK}") == action_key("e1", HOOK)
+    assert shown_key("stop:1:a1") == "stop:1:a1"
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        (HOOK, SHOWN),
+        ("https://user:pass@a.example/x?y#z", "https://a.example/…"),
+        ("http://[::1]:80/x", "http://[::1]:80/…"),
+        ("http://a.example:port/", "…"),
+        (7, ":///…"),
+    ],
+)
+def test_only_the_host_of_an_address_is_shown(address: object, host: str) -> None:
+    assert host_of(address) == host
+
+
+def test_other_data_is_unchanged() -> None:
+    data = {"kind": "notify", "url": HOOK, "list": [1, None, {"webhook": 1, "more": 2}]}
+    assert without_addresses(data) == data

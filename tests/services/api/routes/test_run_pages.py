@@ -5,20 +5,18 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 import pytest
 
 import watchstep
-from tests.sdk.format.blocks import Row, block_of, tensor
-from tests.services.api.conftest import Api, Client
+from tests.sdk.format.blocks import Row, tensor
+from tests.services.api.conftest import Api
 from tests.services.driving import Driven
-from tests.services.recording import Recording, Value, exploding_from, healthy, nan_from
-from watchstep.format import segment
+from tests.services.recording import Value, exploding_from, healthy, nan_from
 from watchstep.format.documents import AttemptDocument, encode
 from watchstep.format.layout import attempt_document
 from watchstep.store.store import Store
-from watchstep_services.api.app import create_app
 from watchstep_services.db.models import RunRow
 from watchstep_services.dispatch.dispatch import dispatch
 
@@ -28,38 +26,24 @@ DAY = 86_400 * 10**9
 HOSTILE = "<script>alert(1)</script>\u202e\n"
 
 
-def judge(api: Api, store: Store, run: str, value: Value, segments: int = 3) -> int:
+def judge(api: Api, run: str, value: Value, segments: int = 3) -> int:
     """A run that the service has evaluated, in segments of 100 steps."""
-    recording = Recording(store, run).begin()
+    recording = api.driven.recording(run).begin()
     keys = [recording.write(seq, seq * 100, seq * 100 + 99, value) for seq in range(segments)]
     run_id = api.driven.register(run)
-    api.driven.announce(run_id, *keys)
-    api.driven.settle(run_id)
+    api.driven.judge(run_id, *keys)
     return run_id
 
 
-def get(api: Api, path: str, **parameters: Any) -> Any:
-    answer = api.call("GET", f"{path}?{urlencode(parameters, doseq=True)}", role="viewer")
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def names(api: Api, **parameters: Any) -> list[str]:
-    return [entry["run"] for entry in get(api, f"{PROJECT}/run-table", **parameters)["runs"]]
-
-
-def change(api: Api, run_id: int, **columns: Any) -> None:
-    with api.driven.service.database.write() as session:
-        row = session.get_one(RunRow, run_id)
-        for name, value in columns.items():
-            setattr(row, name, value)
+    return [entry["run"] for entry in api.get(f"{PROJECT}/run-table", **parameters)["runs"]]
 
 
 @pytest.fixture
-def three(api: Api, folder_store: Store) -> Api:
+def three(api: Api) -> Api:
     """One run with a firing alert, one healthy run, and one that has not begun."""
-    judge(api, folder_store, "run-1", nan_from(5), segments=1)
-    judge(api, folder_store, "Run_2", healthy, segments=2)
+    judge(api, "run-1", nan_from(5), segments=1)
+    judge(api, "Run_2", healthy, segments=2)
     api.driven.register("run-3")
     return api
 
@@ -77,12 +61,12 @@ def test_the_table_is_sorted_and_filtered_and_paged_by_the_server(three: Api) ->
     assert names(three, alert="firing") == names(three, rule="non_finite_values") == ["run-1"]
     assert names(three, alert=["pending", "resolved"]) == []
     assert names(three, until="2000-01-01T00:00:00Z") == []
-    page = get(three, f"{PROJECT}/run-table", limit=1, offset=1)
+    page = three.get(f"{PROJECT}/run-table", limit=1, offset=1)
     assert (page["total"], page["offset"], [entry["run"] for entry in page["runs"]]) == (3, 1, ["Run_2"])
 
 
-def test_a_row_has_what_a_person_looks_for(three: Api, folder_store: Store) -> None:
-    first = {entry["run"]: entry for entry in get(three, f"{PROJECT}/run-table")["runs"]}
+def test_a_row_has_what_a_person_looks_for(three: Api) -> None:
+    first = {entry["run"]: entry for entry in three.get(f"{PROJECT}/run-table")["runs"]}
     assert (first["run-1"]["state"], first["run-1"]["last_step"]) == ("running", 99)
     assert first["run-1"]["alerts"] == {"pending": 0, "firing": 1, "resolved": 0, "notes": 0}
     assert (first["run-3"]["rate"], first["run-3"]["started_ns"], first["run-3"]["attempts"]) == (
@@ -90,19 +74,18 @@ def test_a_row_has_what_a_person_looks_for(three: Api, folder_store: Store) -> N
         None,
         0,
     )
-    Recording(folder_store, "run-4").begin(started_ns=1_700_000_000 * 10**9)
-    run_id = judge_existing(three, folder_store, "run-4")
-    change(three, run_id, state="completed", ended_ns=1_700_000_000 * 10**9 + DAY)
-    row = get(three, f"{PROJECT}/run-table", search="run-4")["runs"][0]
+    three.driven.recording("run-4").begin(started_ns=1_700_000_000 * 10**9)
+    run_id = judge_existing(three, "run-4")
+    three.driven.change(RunRow, run_id, state="completed", ended_ns=1_700_000_000 * 10**9 + DAY)
+    row = three.get(f"{PROJECT}/run-table", search="run-4")["runs"][0]
     assert row["duration_ns"] == DAY
     assert row["rate"] == {"steps_per_second": pytest.approx(10 / 86400), "kind": "mean"}
 
 
-def judge_existing(api: Api, store: Store, run: str) -> int:
-    key = Recording(store, run).write(0, 0, 9)
+def judge_existing(api: Api, run: str) -> int:
+    key = api.driven.recording(run).write(0, 0, 9)
     run_id = api.driven.register(run)
-    api.driven.announce(run_id, key)
-    api.driven.settle(run_id)
+    api.driven.judge(run_id, key)
     return run_id
 
 
@@ -116,8 +99,8 @@ def test_health_and_overhead_come_from_the_recorders(api: Api) -> None:
         "node/w1": {"counts": {}, "overhead": {"share": 0.004, "budget": 0.01}, "max_step": 500},
         "node/w2": {"overhead": {"share": 0.02, "budget": 0.01}},
     }
-    change(api, run_id, health={"recorders": reports, "missing_segments": 2})
-    (row,) = get(api, f"{PROJECT}/run-table")["runs"]
+    api.driven.change(RunRow, run_id, health={"recorders": reports, "missing_segments": 2})
+    (row,) = api.get(f"{PROJECT}/run-table")["runs"]
     assert row["overhead"] == {"share": 0.02, "budget": 0.01}
     assert row["max_step"] == 500
     assert row["health"] == {
@@ -149,8 +132,8 @@ def test_hostile_reports_are_text(api: Api) -> None:
         "node/w2": "none",
         "node/w3": {"overhead": {"share": -1}, "max_step": 1e300, "counts": {"faults": 10**30}},
     }
-    change(api, run_id, health={"recorders": reports, HOSTILE: HOSTILE})
-    overview = get(api, f"{RUN}/overview")
+    api.driven.change(RunRow, run_id, health={"recorders": reports, HOSTILE: HOSTILE})
+    overview = api.get(f"{RUN}/overview")
     assert overview["run"]["overhead"] is None
     assert [link["name"] for link in overview["links"]] == [HOSTILE, "wandb"]
     assert overview["health"]["recorders"][1]["notes"] == {HOSTILE: HOSTILE}
@@ -164,17 +147,17 @@ def test_tags_are_set_and_found(three: Api) -> None:
     }
     assert names(three, tag="base") == names(three, search="SWEE") == ["run-3"]
     assert names(three, tag=["base", "other"]) == []
-    assert get(three, f"{PROJECT}/run-table")["tags"] == ["base", "sweep"]
-    assert three.call("PUT", path, {"tags": [HOSTILE]}).status_code == 422
-    assert three.call("PUT", path, {"tags": ["", "a"]}).status_code == 422
-    assert three.call("PUT", path, {"tags": []}, role="viewer").status_code == 403
+    assert three.get(f"{PROJECT}/run-table")["tags"] == ["base", "sweep"]
+    assert three.status("PUT", path, {"tags": [HOSTILE]}) == 422
+    assert three.status("PUT", path, {"tags": ["", "a"]}) == 422
+    assert three.status("PUT", path, {"tags": []}, role="viewer") == 403
     assert three.call("PUT", path, {"tags": []}).json() == {"tags": []}
     assert names(three, tag="base") == []
 
 
-def test_the_overview_bins_losses_and_shows_the_states_of_each_rule(api: Api, folder_store: Store) -> None:
-    judge(api, folder_store, "run-1", exploding_from(200))
-    overview = get(api, f"{RUN}/overview", points=3)
+def test_the_overview_bins_losses_and_shows_the_states_of_each_rule(api: Api) -> None:
+    judge(api, "run-1", exploding_from(200))
+    overview = api.get(f"{RUN}/overview", points=3)
     assert (overview["grid"]["first"], overview["grid"]["last"]) == (0, 299)
     assert overview["grid"]["edges"] == [0, 100, 200, 300]
     assert overview["grid"]["time_ns"] == [0, 100_000_000, 200_000_000]
@@ -190,20 +173,19 @@ def test_the_overview_bins_losses_and_shows_the_states_of_each_rule(api: Api, fo
     assert states[3][2] is None
     fires = next(mark for mark in overview["marks"] if mark["type"] == "io.watchstep.alert.firing")
     assert (fires["step"], fires["fingerprint"]) == (202, lane["fingerprint"])
-    zoomed = get(api, f"{RUN}/overview", points=3, first=150, last=152)
+    zoomed = api.get(f"{RUN}/overview", points=3, first=150, last=152)
     assert zoomed["grid"]["edges"] == [150, 151, 152, 153]
     assert zoomed["losses"]["lines"][0]["mean"] == pytest.approx([2.5, 2.51, 2.52])
 
 
-def test_a_restart_hides_the_steps_that_it_repeats(api: Api, folder_store: Store) -> None:
-    run_id = judge(api, folder_store, "run-1", exploding_from(40), segments=1)
-    again = Recording(folder_store, attempt="a2")
+def test_a_restart_hides_the_steps_that_it_repeats(api: Api) -> None:
+    run_id = judge(api, "run-1", exploding_from(40), segments=1)
+    again = api.driven.recording(attempt="a2")
     claim = AttemptDocument("a2", 10, 1, "raise")
     again.store.create(attempt_document("a2"), encode(claim))
     key = again.write(0, 30, 129, healthy)
-    api.driven.announce(run_id, key)
-    api.driven.settle(run_id)
-    overview = get(api, f"{RUN}/overview")
+    api.driven.judge(run_id, key)
+    overview = api.get(f"{RUN}/overview")
     assert [(entry["attempt"], entry["first_step"]) for entry in overview["attempts"]] == [
         ("a1", 0),
         ("a2", 30),
@@ -219,22 +201,22 @@ def test_a_restart_hides_the_steps_that_it_repeats(api: Api, folder_store: Store
     assert starts == [("attempt:a1", 0), ("attempt:a2", 30)]
 
 
-def test_a_stop_is_shown_with_its_alert_and_reason(api: Api, folder_store: Store) -> None:
-    run_id = judge(api, folder_store, "run-1", nan_from(5), segments=1)
-    stop = next(action for action in api.driven.actions(run_id) if action.kind == "stop")
+def test_a_stop_is_shown_with_its_alert_and_reason(api: Api) -> None:
+    run_id = judge(api, "run-1", nan_from(5), segments=1)
+    stop = api.driven.actions(run_id, "stop")[0]
     dispatch(api.driven.service, stop.id)
-    overview = get(api, f"{RUN}/overview")
+    overview = api.get(f"{RUN}/overview")
     lane = next(lane for lane in overview["lanes"] if lane["name"] == "non_finite_values")
     assert overview["stop"]["fingerprint"] == lane["fingerprint"]
     assert "non_finite_values" in overview["stop"]["reason"]
-    change(api, run_id, state="stopped", ended_ns=DAY)
-    assert "non_finite_values" in get(api, f"{PROJECT}/run-table")["runs"][0]["reason"]
+    api.driven.change(RunRow, run_id, state="stopped", ended_ns=DAY)
+    assert "non_finite_values" in api.get(f"{PROJECT}/run-table")["runs"][0]["reason"]
     assert "io.watchstep.stop.requested" in {mark["type"] for mark in overview["marks"]}
 
 
 def test_a_run_without_data_has_an_overview(api: Api) -> None:
     api.driven.register()
-    overview = get(api, f"{RUN}/overview")
+    overview = api.get(f"{RUN}/overview")
     assert "nothing is recorded" in overview["problem"]
     assert (overview["grid"]["edges"], overview["losses"]["lines"], overview["marks"]) == ([], [], [])
     assert {lane["name"]: lane["intervals"] for lane in overview["lanes"]} == {
@@ -243,55 +225,53 @@ def test_a_run_without_data_has_an_overview(api: Api) -> None:
     }
 
 
-def test_a_run_without_losses_has_an_empty_chart(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_a_run_without_losses_has_an_empty_chart(api: Api) -> None:
+    recording = api.driven.recording().begin()
     weight = tensor("w", "weights", role="weight")
-    block = block_of([Row(step, weight, [1.0]) for step in range(5)])
-    recording.store.put(recording.key(0, 0, 4).path, segment.encode(block))
+    recording.write_rows(0, [Row(step, weight, [1.0]) for step in range(5)])
     api.driven.register()
-    overview = get(api, f"{RUN}/overview")
+    overview = api.get(f"{RUN}/overview")
     assert (overview["problem"], overview["losses"]["lines"]) == ("", [])
     assert overview["grid"] == {"first": 0, "last": 4, "edges": [0, 1, 2, 3, 4, 5], "time_ns": [None] * 5}
 
 
 def test_an_overview_survives_deleted_and_damaged_objects(api: Api, folder_store: Store) -> None:
-    judge(api, folder_store, "run-1", healthy)
+    judge(api, "run-1", healthy)
     folder = Path(folder_store.location) / "vision" / "run-1"
     victim = sorted((folder / "stats").rglob("*.arrow"))[1]
     victim.write_bytes(b"PAR1" + bytes(64))
-    overview = get(api, f"{RUN}/overview", points=3)
+    overview = api.get(f"{RUN}/overview", points=3)
     assert overview["losses"]["lines"][0]["count"] == [100, 0, 100]
     shutil.rmtree(folder / "stats")
-    assert get(api, f"{RUN}/overview", points=3)["run"]["last_step"] == 299
+    assert api.get(f"{RUN}/overview", points=3)["run"]["last_step"] == 299
     shutil.rmtree(folder)
-    fresh = get(api, f"{PROJECT}/run-table")
+    fresh = api.get(f"{PROJECT}/run-table")
     assert fresh["runs"][0]["last_step"] == 299
 
 
-def test_names_of_tensors_are_text(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_names_of_tensors_are_text(api: Api) -> None:
+    recording = api.driven.recording().begin()
     loss = tensor(HOSTILE, "losses", role="loss", shape=())
-    block = block_of([Row(step, loss, [1.0]) for step in range(5)])
-    recording.store.put(recording.key(0, 0, 4).path, segment.encode(block))
+    recording.write_rows(0, [Row(step, loss, [1.0]) for step in range(5)])
     api.driven.register()
-    (line,) = get(api, f"{RUN}/overview")["losses"]["lines"]
+    (line,) = api.get(f"{RUN}/overview")["losses"]["lines"]
     assert line["tensor"] == HOSTILE
 
 
-def test_hyperparameters_last_until_the_next_value(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_hyperparameters_last_until_the_next_value(api: Api) -> None:
+    recording = api.driven.recording().begin()
     loss = tensor("loss", "losses", role="loss", shape=())
     rate = tensor("optimizer:learning_rate/0", "metrics", role="metric", shape=())
     rows = [Row(step, loss, [1.0]) for step in range(100)]
     rows += [Row(step, rate, [value]) for step, value in ((2, 0.1), (49, 0.01), (51, 0.001))]
     rows.sort(key=lambda row: row.step)
-    recording.store.put(recording.key(0, 0, 99).path, segment.encode(block_of(rows)))
+    recording.write_rows(0, rows)
     api.driven.register()
-    overview = get(api, f"{RUN}/overview", points=4)
+    overview = api.get(f"{RUN}/overview", points=4)
     (line,) = overview["optimizer"]["lines"]
     assert line["count"] == [1, 1, 1, 0]
     assert line["mean"] == pytest.approx([0.1, 0.01, 0.001, 0.001])
-    (line,) = get(api, f"{RUN}/overview", first=10, last=19, points=2)["optimizer"]["lines"]
+    (line,) = api.get(f"{RUN}/overview", first=10, last=19, points=2)["optimizer"]["lines"]
     assert (line["mean"], line["count"]) == ([pytest.approx(0.1)] * 2, [0, 0])
     assert overview["configuration"]["hyperparameters"] == {rate.name: pytest.approx(0.001)}
 
@@ -303,7 +283,7 @@ def test_the_overview_of_a_recorded_training(api: Api, folder_store: Store) -> N
             hook.step()
     run_id = api.driven.register()
     api.driven.settle(run_id)
-    overview = get(api, f"{RUN}/overview")
+    overview = api.get(f"{RUN}/overview")
     (loss,) = overview["losses"]["lines"]
     assert loss["mean"] == pytest.approx([1 / (step + 1) for step in range(20)])
     assert [line["tensor"] for line in overview["metrics"]["lines"]] == ["accuracy"]
@@ -312,42 +292,41 @@ def test_the_overview_of_a_recorded_training(api: Api, folder_store: Store) -> N
     assert all(time > DAY for time in overview["grid"]["time_ns"])
 
 
-def test_a_reload_reads_no_statistics_and_a_change_does(api: Api, folder_store: Store) -> None:
-    run_id = judge(api, folder_store, "run-1", healthy, segments=1)
-    headers = {"authorization": f"Bearer {api.token('viewer')}"}
-    first = api.client.request("GET", f"{RUN}/overview", headers=headers)
-    conditional = {**headers, "if-none-match": first.headers["etag"]}
+def test_a_reload_reads_no_statistics_and_a_change_does(api: Api) -> None:
+    run_id = judge(api, "run-1", healthy, segments=1)
+    first = api.call("GET", f"{RUN}/overview")
+    conditional = {"if-none-match": first.headers["etag"]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "watchstep_services.api.routes.run_pages.read_scalars", lambda *_: pytest.fail("read again")
         )
-        again = api.client.request("GET", f"{RUN}/overview", headers=conditional)
+        again = api.call("GET", f"{RUN}/overview", headers=conditional)
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", first.headers["etag"])
-    Recording(folder_store).write(1, 100, 199)  # on the store, and not announced
-    later = api.client.request("GET", f"{RUN}/overview", headers=conditional)
+    api.driven.recording().write(1, 100, 199)  # on the store, and not announced
+    later = api.call("GET", f"{RUN}/overview", headers=conditional)
     assert (later.status_code, later.json()["grid"]["last"]) == (200, 199)
-    change(api, run_id, state="lost")
-    assert api.client.request("GET", f"{RUN}/overview", headers=conditional).json()["run"]["state"] == "lost"
+    api.driven.change(RunRow, run_id, state="lost")
+    assert api.call("GET", f"{RUN}/overview", headers=conditional).json()["run"]["state"] == "lost"
 
 
 def test_an_unknown_run_has_no_overview(api: Api) -> None:
-    assert api.call("GET", f"{RUN}/overview", role="viewer").status_code == 404
-    assert api.call("GET", f"{PROJECT}/runs/run-1/overview", project="language").status_code == 403
+    assert api.status("GET", f"{RUN}/overview", role="viewer") == 404
+    assert api.status("GET", f"{PROJECT}/runs/run-1/overview", project="language") == 403
 
 
-def test_the_pages_on_each_database(driven: Driven, folder_store: Store) -> None:
-    api = Api(Client(create_app(driven.service)), driven)
-    judge(api, folder_store, "run-1", nan_from(5), segments=1)
-    judge(api, folder_store, "run-2", healthy, segments=1)
-    assert api.call("PUT", f"{RUN}/tags", {"tags": ["base"]}).status_code == 200
+def test_the_pages_on_each_database(driven: Driven) -> None:
+    api = Api.of(driven)
+    judge(api, "run-1", nan_from(5), segments=1)
+    judge(api, "run-2", healthy, segments=1)
+    assert api.status("PUT", f"{RUN}/tags", {"tags": ["base"]}) == 200
     for sort in ("created", "name", "state", "step", "ended", "seen", "firing"):
         assert len(names(api, sort=sort)) == 2
     chosen = {"alert": ["firing", "pending"], "rule": "non_finite_values", "tag": "base", "search": "ASE"}
     assert names(api, state="running", since="2000-01-01T00:00:00Z", **chosen) == ["run-1"]
-    overview = get(api, f"{RUN}/overview", points=10)
+    overview = api.get(f"{RUN}/overview", points=10)
     lane = next(lane for lane in overview["lanes"] if lane["fingerprint"])
     assert [part["state"] for part in lane["intervals"]] == ["ok", "firing"]
-    page = get(api, f"{RUN}/alerts/{lane['fingerprint']}/page")
+    page = api.get(f"{RUN}/alerts/{lane['fingerprint']}/page")
     assert (page["alert"]["phase"], page["finding"]["step"]) == ("firing", 5)
-    compared = get(api, f"{PROJECT}/comparison", runs="run-1,run-2")
+    compared = api.get(f"{PROJECT}/comparison", runs="run-1,run-2")
     assert compared["divergences"][0]["first"]["step"] == 5

@@ -1,3 +1,5 @@
+"""Runs: registration, details, and lists."""
+
 from __future__ import annotations
 
 import os
@@ -6,12 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from tests.services.announcing import announcing
 from tests.services.api.conftest import Api
 from tests.services.jobs import recorded_process
-from tests.services.recording import Recording, nan_from
-from tests.services.scheduler.test_discovery import BAD as BAD_RULES
+from tests.services.recording import Recording, exploding_from, nan_from
+from tests.services.scheduler.test_sweep import BAD as BAD_RULES
 from watchstep.format.control import ControlDocument
 from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.platform.process import ProcessIdentity
@@ -22,6 +25,7 @@ from watchstep_services.db.models import RunRow
 
 RUNS = "/v1/projects/vision/runs"
 STOPS = {"rule": "non_finite_values", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
+PROJECT = "/v1/projects/vision"
 
 
 @pytest.fixture
@@ -108,8 +112,8 @@ def test_a_process_that_no_launcher_recorded_is_not_bound(api: Api) -> None:
     assert api.call("GET", f"{RUNS}/run-1").json()["job"] is None
 
 
-def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_an_announcement_is_answered_with_the_control_document(api: Api) -> None:
+    recording = api.driven.recording().begin()
     key = recording.write(0, 0, 7, nan_from(5))
     api.call("POST", RUNS, {"run": "run-1"}, role="recorder")
     place = f"{RUNS}/run-1/announcements"
@@ -144,8 +148,8 @@ def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_
     assert api.call("GET", f"{RUNS}/run-1/events?after={events['after']}").json()["events"] == []
 
 
-def test_an_urgent_announcement_is_accepted_once_a_minute(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_an_urgent_announcement_is_accepted_once_a_minute(api: Api) -> None:
+    recording = api.driven.recording().begin()
     api.call("POST", RUNS, {"run": "run-1"}, role="recorder")
     minute = 60 * NANOSECONDS
 
@@ -164,13 +168,12 @@ def test_an_urgent_announcement_is_accepted_once_a_minute(api: Api, folder_store
     assert announced(4, urgent=True) >= first
 
 
-def test_an_operators_stop_is_requested_once(api: Api, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin()
+def test_an_operators_stop_is_requested_once(api: Api) -> None:
+    recording = api.driven.recording().begin()
     api.call("POST", RUNS, {"run": "run-1"})
-    assert api.call("POST", f"{RUNS}/run-1/stop", {}).status_code == 422
-    api.driven.announce(1, recording.write(0, 0, 3))
-    api.driven.settle(1)
-    assert api.call("POST", f"{RUNS}/run-1/stop", {"attempt": "a9"}).status_code == 404
+    assert api.status("POST", f"{RUNS}/run-1/stop", {}) == 422
+    api.driven.judge(1, recording.write(0, 0, 3))
+    assert api.status("POST", f"{RUNS}/run-1/stop", {"attempt": "a9"}) == 404
     stop = {"reason": "enough"}
     assert api.call("POST", f"{RUNS}/run-1/stop", stop).json() == {"accepted": True, "attempt": "a1"}
     assert api.call("POST", f"{RUNS}/run-1/stop", stop).json() == {"accepted": False, "attempt": "a1"}
@@ -281,20 +284,8 @@ def test_unusable_rules_are_refused(api: Api, rule: dict[str, Any]) -> None:
     assert "rules.0" in refused.text or "unpaired surrogate" in refused.text
 
 
-def test_the_health_of_recorders_is_limited_in_size(api: Api) -> None:
-    run = "/v1/projects/vision/runs/run-1"
-    api.driven.register()
-    for number in range(20):
-        key = SegmentKey(WriterId("a1", f"n{number}", "w0"), 0, 0, 0)
-        body = announcing(key, health={"said": "x" * 60_000})
-        assert api.call("POST", f"{run}/announcements", body, role="recorder").is_success
-    shown = api.call("GET", run)
-    assert 10 < len(shown.json()["health"]["recorders"]) < 20
-    assert len(shown.content) < 1_100_000
-
-
-def test_health_with_an_unpaired_surrogate_does_not_break_the_run(api: Api, folder_store: Store) -> None:
-    Recording(folder_store).begin()
+def test_health_with_an_unpaired_surrogate_does_not_break_the_run(api: Api) -> None:
+    api.driven.recording().begin()
     api.driven.register()
     place = "/v1/projects/vision/runs/run-1"
     key = SegmentKey(WriterId("a1", "n", "w"), 0, 0, 1)
@@ -307,3 +298,172 @@ def test_health_with_an_unpaired_surrogate_does_not_break_the_run(api: Api, fold
     assert "\U0001f600" in run.text
     unknown = api.call("POST", f"{place}/announcements", {**announcing(key), "\ud800": 1}, role="recorder")
     assert (unknown.status_code, unknown.json()["type"]) == (422, "urn:watchstep:problem:invalid")
+
+
+@pytest.fixture
+def judged(api: Api) -> Api:
+    """run-1 has an alert and a stop request, run-2 is healthy, run-3 has not begun."""
+    for name, value in (("run-1", nan_from(5)), ("run-2", exploding_from(1000))):
+        recording = api.driven.recording(name).begin()
+        run_id = api.driven.register(name)
+        api.driven.judge(run_id, recording.write(0, 0, 9, value))
+    api.driven.register("run-3")
+    return api
+
+
+def test_runs_are_filtered(judged: Api) -> None:
+    with judged.driven.service.database.write() as session:
+        session.execute(update(RunRow).where(RunRow.run != "run-3").values(state="running"))
+
+    def runs(query: str) -> list[str]:
+        return [run["run"] for run in judged.get(f"{PROJECT}/runs?{query}")["runs"]]
+
+    assert runs("") == ["run-3", "run-2", "run-1"]
+    assert runs("state=created") == ["run-3"]
+    assert runs("state=running&state=created&limit=2") == ["run-3", "run-2"]
+    assert runs("alert=firing") == ["run-1"]
+    assert runs("since=2020-01-01T00:00:00Z&until=2020-01-02T00:00:00Z") == []
+    assert len(runs("since=2020-01-01T00:00:00Z")) == 3
+    assert judged.get(f"{PROJECT}/runs?alert=firing")["runs"][0]["alerts"] == {
+        "pending": 0,
+        "firing": 1,
+        "resolved": 0,
+        "notes": 0,
+    }
+
+
+def test_alerts_of_a_project_are_filtered(judged: Api) -> None:
+    def alerts(query: str) -> list[tuple[str, str]]:
+        return [(alert["run"], alert["name"]) for alert in judged.get(f"{PROJECT}{query}")["alerts"]]
+
+    assert alerts("/alerts") == alerts("/runs/run-1/alerts") == [("run-1", "non_finite_values")]
+    assert alerts("/alerts?phase=firing&severity=critical&rule=non_finite_values") == [
+        ("run-1", "non_finite_values")
+    ]
+    for other in ("phase=resolved", "severity=info", "rule=other", "label=team=vision", "until=1"):
+        assert alerts(f"/alerts?{other}") == [], other
+    assert alerts("/runs/run-2/alerts") == []
+
+
+def test_alerts_are_found_by_label(api: Api) -> None:
+    rule = {"rule": "non_finite_values", "name": "mine", "labels": {"team": "vision", "tier": "1"}}
+    recording = api.driven.recording().begin()
+    api.call("POST", f"{PROJECT}/runs", {"run": "run-1", "rules": [rule]})
+    api.driven.judge(1, recording.write(0, 0, 9, nan_from(5)))
+    for labels, found in (
+        (("team=vision",), 1),
+        (("team=vision", "tier=1"), 1),
+        (("team=x",), 0),
+        (("x=1",), 0),
+    ):
+        query = "&".join(f"label={label}" for label in labels)
+        assert len(api.get(f"{PROJECT}/alerts?{query}")["alerts"]) == found, labels
+    assert api.status("GET", f"{PROJECT}/alerts?label=nonsense") == 422
+
+
+def test_actions_and_attempts(judged: Api) -> None:
+    (action,) = judged.get(f"{PROJECT}/runs/run-1/actions?kind=stop&state=pending")["actions"]
+    assert judged.get(f"{PROJECT}/runs/run-1/actions/{action['id']}") == action
+    assert judged.get(f"{PROJECT}/runs/run-1/actions?kind=webhook")["actions"] == []
+    assert judged.status("GET", f"{PROJECT}/runs/run-2/actions/{action['id']}") == 404
+    assert judged.status("GET", f"{PROJECT}/runs/run-1/actions/999") == 404
+    (attempt,) = judged.get(f"{PROJECT}/runs/run-1/attempts")["attempts"]
+    assert (attempt["attempt"], attempt["largest"], attempt["job"]) == ("a1", 9, None)
+    assert judged.get(f"{PROJECT}/runs/run-1/attempts/a1") == attempt
+    assert judged.status("GET", f"{PROJECT}/runs/run-1/attempts/a2") == 404
+
+
+def test_events_of_a_run_and_of_the_project(judged: Api) -> None:
+    of_run = judged.get(f"{PROJECT}/runs/run-1/events")
+    assert [event["type"] for event in of_run["events"]][-2:] == [
+        "io.watchstep.alert.firing",
+        "io.watchstep.stop.requested",
+    ]
+    every = judged.get(f"{PROJECT}/events")["events"]
+    assert [event for event in every if event["subject"] == "vision/run-1"] == of_run["events"]
+    assert len(judged.get(f"{PROJECT}/events?type=io.watchstep.alert.firing")["events"]) == 1
+    first = judged.get(f"{PROJECT}/events?limit=1")
+    rest = judged.get(f"{PROJECT}/events?page_token={first['next_page_token']}")
+    assert [*first["events"], *rest["events"]] == every
+    assert judged.get(f"{PROJECT}/events?after={rest['after']}")["events"] == []
+
+
+RULES = f"{PROJECT}/runs/run-2/rules"
+MINE = {"rule": "exploding_gradient", "params": {"growth": 7}}
+
+
+def test_an_operator_changes_the_rules_of_a_run(judged: Api) -> None:
+    assert {rule["name"] for rule in judged.get(f"{PROJECT}/runs/run-2/rules")["rules"]} == {
+        "non_finite_values",
+        "exploding_gradient",
+    }
+    owners = judged.call("GET", f"{RULES}/exploding_gradient")
+    assert owners.json()["origin"] == "owner"
+    put = judged.call("PUT", f"{RULES}/exploding_gradient", MINE)
+    assert (put.status_code, put.json()["origin"]) == (200, "operator")
+    assert judged.call("GET", f"{RULES}/exploding_gradient").headers["etag"] == put.headers["etag"]
+    assert put.headers["etag"] != owners.headers["etag"]
+    assert judged.status("PUT", f"{RULES}/spike", {"rule": "loss_spike"}) == 200
+    judged.driven.judge(2, judged.driven.recording("run-2").write(1, 10, 19))
+    states = {rule["name"]: rule["origin"] for rule in judged.get(f"{PROJECT}/runs/run-2/rules")["rules"]}
+    assert states == {"non_finite_values": "owner", "exploding_gradient": "operator", "spike": "operator"}
+    assert judged.status("DELETE", f"{RULES}/spike") == 204
+    assert judged.status("DELETE", f"{RULES}/spike") == 404
+    assert judged.status("GET", f"{RULES}/spike") == 404
+
+
+def test_an_evaluation_under_other_rules_writes_nothing(judged: Api) -> None:
+    before = judged.driven.run(2).epoch
+    judged.call("PUT", f"{RULES}/spike", {"rule": "loss_spike"})
+    run = judged.driven.run(2)
+    assert (run.epoch, run.lease_until_ns) == (before + 1, 0)
+
+
+def test_invalid_rules_are_refused(judged: Api) -> None:
+    for body, message in (
+        ({"rule": "nothing"}, "nothing"),
+        ({"rule": "non_finite_values", "params": {"x": 1}}, "x"),
+        ({"rule": "non_finite_values", "name": "other"}, "other"),
+        ({}, "rule"),
+    ):
+        answer = judged.call("PUT", f"{RULES}/mine", body)
+        assert (answer.status_code, message in answer.json()["detail"]) == (422, True), answer.text
+    assert judged.status("PUT", f"{RULES}/mine", MINE, role="recorder") == 403
+
+
+def conditional(api: Api, method: str, path: str, tag: str, body: Any = None) -> int:
+    return api.status(method, path, body, headers={"if-match": tag})
+
+
+def test_changes_of_another_operator_are_not_overwritten(judged: Api) -> None:
+    seen = judged.call("GET", f"{RULES}/exploding_gradient").headers["etag"]
+    assert (
+        conditional(judged, "PUT", f"{RULES}/exploding_gradient", seen, {"rule": "exploding_gradient"}) == 200
+    )
+    assert (
+        conditional(judged, "PUT", f"{RULES}/exploding_gradient", seen, {"rule": "exploding_gradient"}) == 412
+    )
+    assert conditional(judged, "DELETE", f"{RULES}/exploding_gradient", seen) == 412
+    assert conditional(judged, "PUT", f"{RULES}/new", "*", {"rule": "loss_spike"}) == 412
+    assert conditional(judged, "DELETE", f"{RULES}/exploding_gradient", "*") == 204
+
+
+def test_the_rules_of_a_project_evaluate_its_next_runs(judged: Api) -> None:
+    place = f"{PROJECT}/rules/exploding_gradient"
+    assert judged.call("PUT", place, MINE).json()["origin"] == "project"
+    assert [rule["name"] for rule in judged.get(f"{PROJECT}/rules")["rules"]] == ["exploding_gradient"]
+    judged.driven.register("run-4")
+    rule_status = judged.get(f"{PROJECT}/runs/run-4/rules/exploding_gradient")
+    assert (rule_status["origin"], rule_status["config"]["params"]) == ("project", {"growth": 7})
+    assert {rule["name"]: rule["origin"] for rule in judged.get(f"{PROJECT}/runs/run-4/rules")["rules"]} == {
+        "exploding_gradient": "project",
+        "non_finite_values": "owner",
+    }
+    judged.call("POST", f"{PROJECT}/runs", {"run": "run-4", "rules": [{"rule": "exploding_gradient"}]})
+    assert judged.get(f"{PROJECT}/runs/run-4/rules/exploding_gradient")["origin"] == "operator"
+    seen = judged.call("GET", place).headers["etag"]
+    assert conditional(judged, "DELETE", place, '"other"') == 412
+    assert conditional(judged, "DELETE", place, seen) == 204
+    assert judged.status("GET", place) == 404
+    assert judged.get(f"{PROJECT}/rules")["rules"] == []
+    assert judged.get(f"{PROJECT}/runs/run-2/rules/exploding_gradient")["origin"] == "owner"

@@ -8,8 +8,7 @@ import pytest
 
 from tests.services.api.conftest import Api
 from tests.services.driving import Driven
-from tests.services.recording import Recording, nan_from
-from watchstep.store.store import Store
+from tests.services.recording import nan_from
 
 PROJECT = "/v1/projects/vision"
 RUN = f"{PROJECT}/runs/run-1"
@@ -22,13 +21,12 @@ MINE: dict[str, Any] = {
 }
 
 
-def fired(api: Api, store: Store, role: Any = "recorder", **options: Any) -> int:
+def fired(api: Api, role: Any = "recorder", **options: Any) -> int:
     """A run whose loss is NaN, with a rule of its own; returns its id."""
     answer = api.call("POST", f"{PROJECT}/runs", {"run": "run-1", "rules": [MINE], **options}, role=role)
     assert answer.status_code == 200, answer.text
-    recording = Recording(store).begin()
-    api.driven.announce(1, recording.write(0, 0, 7, nan_from(5)))
-    api.driven.settle(1)
+    recording = api.driven.recording().begin()
+    api.driven.judge(1, recording.write(0, 0, 7, nan_from(5)))
     return 1
 
 
@@ -38,13 +36,13 @@ def fingerprint(api: Api, name: str = "mine") -> str:
     return str(found)
 
 
-def test_a_silence_is_previewed_created_listed_and_expired(api: Api, folder_store: Store) -> None:
-    fired(api, folder_store)
+def test_a_silence_is_previewed_created_listed_and_expired(api: Api) -> None:
+    fired(api)
     body = {"matchers": ["team=vision", "run=~run-.*"]}
     (alert,) = api.call("POST", f"{PROJECT}/silences/preview", body).json()["alerts"]
     assert (alert["run"], alert["labels"]["name"], alert["labels"]["team"]) == ("run-1", "mine", "vision")
     silence = {**body, "reason": "a sweep", "duration_seconds": 3600}
-    assert api.call("POST", f"{PROJECT}/silences", silence, role="viewer").status_code == 403
+    assert api.status("POST", f"{PROJECT}/silences", silence, role="viewer") == 403
     created = api.call("POST", f"{PROJECT}/silences", silence).json()
     assert (created["state"], created["suppresses_stop"], "operator" in created["author"]) == (
         "active",
@@ -55,8 +53,8 @@ def test_a_silence_is_previewed_created_listed_and_expired(api: Api, folder_stor
     assert [
         entry["id"] for entry in api.call("GET", f"{PROJECT}/silences?state=active").json()["silences"]
     ] == [1]
-    assert api.call("GET", "/v1/projects/other/silences/1").status_code == 404
-    assert api.call("DELETE", "/v1/projects/other/silences/1").status_code == 404
+    assert api.status("GET", "/v1/projects/other/silences/1") == 404
+    assert api.status("DELETE", "/v1/projects/other/silences/1") == 404
     alert_path = f"{RUN}/alerts/{fingerprint(api)}"
     covering = api.call("GET", alert_path).json()["silence"]
     assert (covering["id"], covering["reason"], covering["suppresses_stop"]) == (1, "a sweep", False)
@@ -88,43 +86,36 @@ def test_an_invalid_silence_is_refused(api: Api, change: dict[str, Any], message
     assert (answer.status_code, message in answer.json()["detail"]) == (422, True), answer.text
 
 
-def test_an_alert_is_acknowledged_and_the_acknowledgement_withdrawn(api: Api, folder_store: Store) -> None:
-    run_id = fired(api, folder_store)
+def test_an_alert_is_acknowledged_and_the_acknowledgement_withdrawn(api: Api) -> None:
+    run_id = fired(api)
     place = f"{RUN}/alerts/{fingerprint(api)}"
     assert api.call("GET", place).json()["acknowledgement"] is None
-    assert api.call("PUT", f"{place}/acknowledgement", {}, role="viewer").status_code == 403
+    assert api.status("PUT", f"{place}/acknowledgement", {}, role="viewer") == 403
     taken = api.call("PUT", f"{place}/acknowledgement", {"comment": "on it"}).json()["acknowledgement"]
     assert (taken["comment"], "operator" in taken["who"]) == ("on it", True)
     assert api.driven.event_types(run_id)[-1] == "alert.acknowledged"
     assert api.call("DELETE", f"{place}/acknowledgement").json()["acknowledgement"] is None
-    assert api.call("GET", f"{RUN}/alerts/{'0' * 32}").status_code == 404
-    assert api.call("GET", f"{RUN}/alerts/none").status_code == 422
+    assert api.status("GET", f"{RUN}/alerts/{'0' * 32}") == 404
+    assert api.status("GET", f"{RUN}/alerts/none") == 422
 
 
-def test_a_rule_stops_while_an_operator_allows_it(api: Api, folder_store: Store) -> None:
-    run_id = fired(api, folder_store)
-    (would_have,) = [
-        event["data"]
-        for event in api.driven.events(run_id)
-        if event["type"] == "io.watchstep.stop.would_have"
-    ]
+def test_a_rule_stops_while_an_operator_allows_it(api: Api) -> None:
+    run_id = fired(api)
+    (would_have,) = [event["data"] for event in api.driven.events(run_id, "stop.would_have")]
     assert would_have["because"] == "not_allowed"
     assert "watchstep rules allow-stop mine --project vision" in would_have["hint"]
     assert would_have["evidence"]["segments"]
     grants = f"{PROJECT}/stop-grants"
     body = {"rule": "mine", "reason": "a month of backtests"}
-    assert api.call("POST", grants, body, role="recorder").status_code == 403
-    assert api.call("POST", grants, {**body, "rule": "none"}).status_code == 404
+    assert api.status("POST", grants, body, role="recorder") == 403
+    assert api.status("POST", grants, {**body, "rule": "none"}) == 404
     granted = api.call("POST", grants, body).json()
     assert granted["digest"] == would_have["digest"]
     assert api.call("POST", grants, body).json()["id"] == granted["id"]
     assert {rule["name"]: rule["granted_stop"] for rule in api.call("GET", RUN).json()["rules"]}["mine"]
 
     def stops_of(attempt: str) -> list[str]:
-        api.driven.announce(
-            run_id, Recording(folder_store, attempt=attempt).begin().write(0, 0, 7, nan_from(5))
-        )
-        api.driven.settle(run_id)
+        api.driven.judge(run_id, api.driven.recording(attempt=attempt).begin().write(0, 0, 7, nan_from(5)))
         lines = api.call("GET", f"{PROJECT}/audit?run=run-1&attempt={attempt}").json()["entries"]
         return [line["kind"] for line in reversed(lines) if line["who"] == "rule mine"]
 
@@ -139,10 +130,7 @@ def test_a_rule_stops_while_an_operator_allows_it(api: Api, folder_store: Store)
     assert revoked["revoked_reason"] == "it cried wolf"
     assert stops_of("a4") == ["would_have"]
     assert (
-        api.call(
-            "POST", f"/v1/projects/other/stop-grants/{granted['id']}/revoke", {"reason": "x"}
-        ).status_code
-        == 404
+        api.status("POST", f"/v1/projects/other/stop-grants/{granted['id']}/revoke", {"reason": "x"}) == 404
     )
 
 
@@ -159,7 +147,7 @@ def test_rules_with_different_parameters_are_distinguished_by_run_or_digest(api:
     assert again["id"] == grant["id"]
 
 
-def test_an_operator_but_no_recorder_may_allow_stops_at_registration(api: Api, folder_store: Store) -> None:
+def test_an_operator_but_no_recorder_may_allow_stops_at_registration(api: Api) -> None:
     refused = api.call(
         "POST",
         f"{PROJECT}/runs",
@@ -167,7 +155,7 @@ def test_an_operator_but_no_recorder_may_allow_stops_at_registration(api: Api, f
         role="recorder",
     )
     assert refused.status_code == 403
-    run_id = fired(api, folder_store, "operator", allow_stop="my own launch")
+    run_id = fired(api, "operator", allow_stop="my own launch")
     effective = {
         line["who"]: line["data"]["allowed"]["reason"]
         for line in api.call("GET", f"{PROJECT}/audit").json()["entries"]
@@ -177,12 +165,11 @@ def test_an_operator_but_no_recorder_may_allow_stops_at_registration(api: Api, f
     assert len(api.driven.actions(run_id)) == 1
 
 
-def test_the_audit_log_contains_a_stop_from_the_grant_to_the_end(api: Api, folder_store: Store) -> None:
-    run_id = fired(api, folder_store)
+def test_the_audit_log_contains_a_stop_from_the_grant_to_the_end(api: Api) -> None:
+    run_id = fired(api)
     (action,) = api.driven.actions(run_id)
     # The next attempt has begun, and nothing of this one was found since: nothing is there to stop any more.
-    api.driven.announce(run_id, Recording(folder_store, attempt="a2").begin().write(0, 0, 3))
-    api.driven.settle(run_id)
+    api.driven.judge(run_id, api.driven.recording(attempt="a2").begin().write(0, 0, 3))
     api.driven.finish(action.id)
     api.call("POST", f"{RUN}/stop", {"attempt": "a1", "reason": "again"})
     lines = list(reversed(api.call("GET", f"{PROJECT}/audit?run=run-1").json()["entries"]))

@@ -1,30 +1,35 @@
-"""Snapshots through the API: lists, contents, and tensors in parts."""
+"""Snapshots and samples of a run."""
 
 from __future__ import annotations
 
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from tests.sdk.format.test_snapshot import MemoryStore
 from tests.sdk.reading.saved import save as save_tensors
-from tests.services.api.conftest import Api, Client
-from tests.services.recording import Recording
+from tests.sdk.reading.test_samples import write
+from tests.services.api.conftest import Api
+from tests.services.recording import damage_from
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.layout import SnapshotKey
+from watchstep.format.samples.samples import MAX_IDS, SampleBatch, encode_batch, encode_object
 from watchstep.format.snapshot import MISSING_NAMES, Snapshot, TensorPart
-from watchstep.reading.budget import DecodingMemory, ReadBudget
+from watchstep.reading.budget import DecodingMemory, OverBudgetError, ReadBudget
 from watchstep.store.store import Store
-from watchstep_services.api.app import create_app
 from watchstep_services.api.queries import snapshot_headers
 from watchstep_services.api.queries.snapshot_headers import read_snapshot
 from watchstep_services.api.routes import snapshots
+from watchstep_services.api.routes.samples import _read
 
 PLACE = "/v1/projects/vision/runs/run-1/snapshots"
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6)
 BIAS = np.array([1.5, np.nan, -np.inf, 0.0], np.float16)
+SAMPLES = "/v1/projects/vision/runs/run-1/samples"
 
 
 def key(step: int, worker: int = 0) -> SnapshotKey:
@@ -32,10 +37,8 @@ def key(step: int, worker: int = 0) -> SnapshotKey:
 
 
 @pytest.fixture
-def recorded(api: Api, folder_store: Store) -> Api:
-    from safetensors.numpy import save
-
-    recording = Recording(folder_store).begin()
+def recorded(api: Api) -> Api:
+    recording = api.driven.recording().begin()
     for step in (5, 10, 15):
         recording.store.put(key(step).path, save({"conv/1.weight": WEIGHT + step, "bias": BIAS}))
     recording.store.put("tensors/notes.txt", b"somebody else's")
@@ -44,8 +47,7 @@ def recorded(api: Api, folder_store: Store) -> Api:
 
 
 def ask(api: Api, path: str, **headers: str) -> httpx.Response:
-    sent = {"authorization": f"Bearer {api.token('viewer')}", **headers}
-    return api.client.request("GET", f"{PLACE}{path}", headers=sent)
+    return api.call("GET", f"{PLACE}{path}", role="viewer", headers=headers)
 
 
 def test_snapshots_are_listed_in_pages(recorded: Api) -> None:
@@ -79,11 +81,9 @@ def test_a_page_of_snapshots_builds_no_other_entries(recorded: Api, monkeypatch:
     assert built == [5, 10]
 
 
-def test_the_tensors_of_a_snapshot_are_listed_in_pages(recorded: Api, folder_store: Store) -> None:
-    from safetensors.numpy import save
-
+def test_the_tensors_of_a_snapshot_are_listed_in_pages(recorded: Api) -> None:
     tensors = {f"t{n:03}": np.full(n % 3, n, np.float32) for n in range(205)}
-    Recording(folder_store).store.put(key(20).path, save(tensors))
+    recorded.driven.recording().store.put(key(20).path, save(tensors))
     first = ask(recorded, "/a1/0/20/train")
     assert (len(first.json()["tensors"]), "page_token" in first.headers["link"]) == (100, True)
     names, token = [], ""
@@ -100,9 +100,7 @@ def test_the_tensors_of_a_snapshot_are_listed_in_pages(recorded: Api, folder_sto
         assert ask(recorded, f"/a1/0/20/train?page_token={invalid}").status_code == 422, invalid
 
 
-def test_a_snapshot_has_the_metadata_of_its_writer_only(recorded: Api, folder_store: Store) -> None:
-    from safetensors.numpy import save
-
+def test_a_snapshot_has_the_metadata_of_its_writer_only(recorded: Api) -> None:
     described = {
         "watchstep.missing": "1",
         MISSING_NAMES: '["lost"]',
@@ -110,19 +108,18 @@ def test_a_snapshot_has_the_metadata_of_its_writer_only(recorded: Api, folder_st
         "watchstep.parts": "{}",
     }
     metadata = {"reason": "gate", "large": "x" * 10_000, **described}
-    Recording(folder_store).store.put(key(20).path, save({"w": WEIGHT}, metadata))
+    recorded.driven.recording().store.put(key(20).path, save({"w": WEIGHT}, metadata))
     snapshot = ask(recorded, "/a1/0/20/train").json()
     assert (snapshot["metadata"], snapshot["missing"]) == ({"reason": "gate"}, 1)
     many = {f"k{n}": "v" for n in range(1000)}
-    Recording(folder_store).store.put(key(25).path, save({"w": WEIGHT}, many))
+    recorded.driven.recording().store.put(key(25).path, save({"w": WEIGHT}, many))
     assert len(ask(recorded, "/a1/0/25/train").json()["metadata"]) == 64
 
 
 def test_headers_are_parsed_within_the_memory_for_decoding(
     recorded: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driven = recorded.driven.with_settings(query_seconds=1)
-    hasty = Api(Client(create_app(driven.service)), driven)
+    hasty = recorded.with_settings(query_seconds=1)
     memory = DecodingMemory(2**20)
     monkeypatch.setattr(snapshot_headers, "PROCESS", memory)
     paths = ("", "/tensor?name=bias", "/summary?name=bias")
@@ -141,8 +138,6 @@ def test_headers_are_parsed_within_the_memory_for_decoding(
 
 
 def test_an_error_does_not_keep_a_header_in_memory() -> None:
-    from safetensors.numpy import save
-
     def missing(snapshot: Snapshot, _size: int) -> None:
         snapshot.read("nothing")
 
@@ -155,8 +150,6 @@ def test_an_error_does_not_keep_a_header_in_memory() -> None:
 
 
 def test_a_long_header_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from safetensors.numpy import save
-
     store = MemoryStore(save({f"tensor/{n}": BIAS for n in range(2000)}))
     budget = ReadBudget(10, 10)
     length = 8 + int.from_bytes(store.data[:8], "little")
@@ -167,8 +160,8 @@ def test_a_long_header_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.requests == [("size", 0), ("range", 64 * 1024), ("range", length - 64 * 1024)]
 
 
-def test_tensors_of_a_collection_are_listed_and_read(recorded: Api, folder_store: Store) -> None:
-    store = Recording(folder_store).store
+def test_tensors_of_a_collection_are_listed_and_read(recorded: Api) -> None:
+    store = recorded.driven.recording().store
     part = TensorPart((32, 6), (8, 0), is_shard=False)
     save_tensors(store, SnapshotKey("a1", 0, 5, "train", "inputs"), {"bias": WEIGHT}, parts={"bias": part})
     save_tensors(store, SnapshotKey("a1", 0, 5, "eval", "inputs"), {"bias": WEIGHT + 1})
@@ -232,12 +225,9 @@ def test_a_summary_has_its_figures(recorded: Api) -> None:
     assert (figures["min"], figures["max"], figures["mean"]) == (0.0, 1.5, 0.75)
 
 
-def test_a_too_large_response_is_refused_with_a_hint(recorded: Api, folder_store: Store) -> None:
-    from safetensors.numpy import save
-
-    driven = recorded.driven.with_settings(tensor_mb=1)
-    small = Api(Client(create_app(driven.service)), driven)
-    Recording(folder_store).store.put(key(20).path, save({"big": np.zeros(300_000, np.float64)}))
+def test_a_too_large_response_is_refused_with_a_hint(recorded: Api) -> None:
+    small = recorded.with_settings(tensor_mb=1)
+    recorded.driven.recording().store.put(key(20).path, save({"big": np.zeros(300_000, np.float64)}))
     refused = ask(small, "/a1/0/20/train/tensor?name=big")
     assert (refused.status_code, "Range" in refused.json()["hint"]) == (413, True)
     assert ask(small, "/a1/0/20/train/summary?name=big").status_code == 413
@@ -266,9 +256,99 @@ def test_what_is_not_there_is_reported(recorded: Api) -> None:
 DAMAGED = [b"", b"\xff" * 7, b"\xff" * 64, b"\x02" + bytes(7) + b"{}x", b"\x04" + bytes(7) + b'{"a"']
 
 
-def test_a_damaged_snapshot_is_reported(recorded: Api, folder_store: Store) -> None:
+def test_a_damaged_snapshot_is_reported(recorded: Api) -> None:
     for content in DAMAGED:
-        Recording(folder_store).store.put(key(5).path, content)
+        recorded.driven.recording().store.put(key(5).path, content)
         for path in ("", "/tensor?name=bias", "/summary?name=bias"):
             answer = ask(recorded, f"/a1/0/5/train{path}")
             assert (answer.status_code, answer.json()["type"]) == (502, "urn:watchstep:problem:damaged"), path
+
+
+@pytest.fixture
+def sampled(api: Api) -> Api:
+    """A run with samples of two workers and two attempts."""
+    store = api.driven.recording().begin().store
+    write(
+        store, "a1", 0, 10, *(SampleBatch(step, (step, "x" * 1000), "Numbers", 0, step) for step in range(5))
+    )
+    write(store, "a1", 1, 11, SampleBatch(3, tuple(range(200)), left_out=7))
+    write(store, "a2", 0, 20, SampleBatch(4, (2**70, ("file", 3), {"file": "a", "offset": 1})))
+    store.put("samples/a1/0/30-3-3.samples", b"damaged")
+    api.driven.register()
+    return api
+
+
+def _get(api: Api, query: str) -> tuple[int, Any]:
+    answer = api.call("GET", f"{SAMPLES}?{query}", role="viewer")
+    return answer.status_code, answer.json()
+
+
+def test_a_step_names_its_samples(sampled: Api) -> None:
+    """All workers of a step, with a bounded number of bounded ids, and how many more there are."""
+    status, answer = _get(sampled, "step=3&limit=2")
+    assert status == 200
+    assert answer["batches"] == [
+        {"worker": 0, "source": "Numbers", "epoch": 0, "number": 3, "ids": [3, "x" * 300 + "…"], "more": 0},
+        {"worker": 1, "source": "", "epoch": -1, "number": -1, "ids": [0, 1], "more": 205},
+    ]
+    assert (answer["attempt"], answer["more_batches"]) == ("a1", 0)
+    assert answer["damaged"] == ["samples/a1/0/30-3-3.samples"]
+    assert len(_get(sampled, "step=3&worker=1")[1]["batches"]) == 1
+
+
+def test_the_newest_attempt_is_the_default(sampled: Api) -> None:
+    """A step that was made again has the samples of the newest attempt, unless another one is named."""
+    newest = _get(sampled, "step=4")[1]
+    assert newest["attempt"] == "a2"
+    assert newest["batches"][0]["ids"] == [str(2**70), ["file", 3], {"file": "a", "offset": 1}]
+    assert _get(sampled, "step=4&attempt=a1")[1]["batches"][0]["ids"][0] == 4
+
+
+def test_steps_without_samples(sampled: Api) -> None:
+    """A step without samples has none; a request without a step, or with another run's event, is refused."""
+    assert _get(sampled, "step=99") == (
+        200,
+        {"attempt": "", "step": 99, "batches": [], "more_batches": 0, "damaged": []},
+    )
+    assert _get(sampled, "worker=0")[0] == 422
+    assert _get(sampled, "event=unknown")[0] == 404
+
+
+def test_many_batches_of_many_samples(sampled: Api, folder_store: Store) -> None:
+    """Only the samples that are returned are decoded, and batches beyond a limit are counted."""
+    payload = encode_batch(SampleBatch(7, tuple(range(5, 5 + MAX_IDS))))
+    content = encode_object((number, payload) for number in range(20_000))
+    folder_store.put("vision/run-1/samples/a1/0/40-7-7.samples", content)
+    answer = _get(sampled, "step=7&limit=2")[1]
+    assert (len(answer["batches"]), answer["more_batches"]) == (1000, 19_000)
+    assert (answer["batches"][-1]["ids"], answer["batches"][-1]["more"]) == ([5, 6], MAX_IDS - 2)
+
+
+def test_the_time_is_checked_after_each_batch(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object with many batches does not exceed the time of a query."""
+    write(folder_store, "a1", 0, 10, *(SampleBatch(3, (number,)) for number in range(100)))
+    budget = ReadBudget(60, 256)
+    checks = 0
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        if checks > 50:
+            raise OverBudgetError("the query took too long", "query less")
+
+    monkeypatch.setattr(budget, "check", check)
+    with pytest.raises(OverBudgetError):
+        _read(folder_store, budget, 3, (None, None), 10)
+
+
+def test_an_alerts_event_names_the_samples(api: Api) -> None:
+    """The event has a command that shows the samples, and its id selects the step of its evidence."""
+    recording = api.driven.recording().begin()
+    write(recording.store, "a1", 0, 10, *(SampleBatch(step, (100 + step,)) for step in range(8)))
+    run_id = api.driven.register()
+    api.driven.judge(run_id, recording.write(0, 0, 7, damage_from(5)))
+    fired = api.driven.events(run_id, "alert.firing")
+    step = fired[0]["data"]["evidence"]["step"]
+    assert fired[0]["data"]["evidence"]["samples"].endswith(f"vision/run-1/ --step {step}")
+    answer = _get(api, f"event={fired[0]['id']}")[1]
+    assert (answer["attempt"], answer["step"], answer["batches"][0]["ids"]) == ("a1", step, [100 + step])

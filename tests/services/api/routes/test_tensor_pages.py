@@ -1,10 +1,11 @@
-"""Pictures of tensors: heatmap with module tree, headroom, and the page of one tensor; their files, and unchanged ones."""
+"""Pages of tensors, of one run and of several."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -16,8 +17,10 @@ import pytest
 import safetensors.numpy
 
 from tests.services.api.conftest import Api
-from tests.services.recording import LAYERS, Recording, exploding_from, nan_from
-from watchstep.format.layout import SnapshotKey
+from tests.services.recording import LAYERS, Recording, Value, exploding_from, healthy, nan_from
+from watchstep.format import documents, segment
+from watchstep.format.documents import RunDocument
+from watchstep.format.layout import SCHEMA_VERSION, SnapshotKey
 from watchstep.reading import index as index_module
 from watchstep.reading.compaction import compact
 from watchstep.reading.grid import GridRequest
@@ -36,11 +39,12 @@ RULES = (
     RuleConfig(rule="vanishing_gradient", params={"threshold": 1e-6}, severity="info"),
     RuleConfig(rule="overfit"),
 )
+COMPARISON = "/v1/projects/vision/comparison"
 
 
 @pytest.fixture
-def recorded(api: Api, folder_store: Store) -> Api:
-    recording = Recording(folder_store).begin()
+def recorded(api: Api) -> Api:
+    recording = api.driven.recording().begin()
     for seq in range(3):
         recording.write(seq, seq * 40, seq * 40 + 39, exploding_from(100))
     api.driven.register(rules=RULES)
@@ -53,15 +57,12 @@ def run(recorded: Api, folder_store: Store) -> Run:
 
 
 def call(api: Api, what: str, headers: dict[str, str] | None = None, **parameters: Any) -> httpx.Response:
-    tokens = {"authorization": f"Bearer {api.token('viewer')}"}
     path = f"{RUN}/{what}?{urlencode(parameters, doseq=True)}"
-    return api.client.request("GET", path, headers={**tokens, **(headers or {})})
+    return api.call("GET", path, role="viewer", headers=headers or {})
 
 
 def get(api: Api, what: str, **parameters: Any) -> Any:
-    answer = call(api, what, **parameters)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return api.get(f"{RUN}/{what}", **parameters)
 
 
 def test_a_heatmap_with_its_module_tree(recorded: Api, run: Run) -> None:
@@ -86,8 +87,8 @@ def test_a_heatmap_with_its_module_tree(recorded: Api, run: Run) -> None:
     assert (few["tensors"], few["left_out"]) == ([FIRST], 1)
 
 
-def test_nonfinite_elements_of_a_heatmap(api: Api, folder_store: Store) -> None:
-    Recording(folder_store).begin().write(0, 0, 9, nan_from(5))
+def test_nonfinite_elements_of_a_heatmap(api: Api) -> None:
+    api.driven.recording().begin().write(0, 0, 9, nan_from(5))
     api.driven.register()
     heatmap = get(api, "heatmap", tensor="loss", figure="mean", points=2)
     assert heatmap["nonfinite"] == {"row": [0], "column": [1], "count": [5]}
@@ -249,7 +250,7 @@ def test_thresholds_of_the_rules_that_judge_a_tensor(recorded: Api) -> None:
     ],
 )
 def test_unchanged_views_read_no_statistics(
-    recorded: Api, folder_store: Store, monkeypatch: pytest.MonkeyPatch, what: str, parameters: dict[str, Any]
+    recorded: Api, monkeypatch: pytest.MonkeyPatch, what: str, parameters: dict[str, Any]
 ) -> None:
     first = call(recorded, what, **parameters)
     with monkeypatch.context() as patch:
@@ -258,7 +259,7 @@ def test_unchanged_views_read_no_statistics(
         assert (again.status_code, again.content) == (304, b"")
         assert again.headers["etag"] == first.headers["etag"]
         assert call(recorded, what, **parameters).content == first.content
-    Recording(folder_store).write(3, STEPS, STEPS + 9, exploding_from(100))
+    recorded.driven.recording().write(3, STEPS, STEPS + 9, exploding_from(100))
     new = call(recorded, what, {"if-none-match": first.headers["etag"]}, **parameters)
     assert new.status_code == 200
     assert new.headers["etag"] != first.headers["etag"]
@@ -303,11 +304,6 @@ def test_what_is_encoded_is_part_of_the_memory_of_a_query(
         assert call(recorded, "heatmap", format=form, **parameters).status_code == status
 
 
-@pytest.mark.parametrize("what", ["heatmap?figure=l2&collection=gradients", "headroom?collection=gradients"])
-def test_another_projects_token_sees_nothing(recorded: Api, what: str) -> None:
-    assert recorded.call("GET", f"{RUN}/{what}", project="other").status_code in {403, 404}
-
-
 def test_the_memory_of_cached_views_is_bounded() -> None:
     cache = ViewCache(100)
     for name in "abcde":
@@ -319,3 +315,147 @@ def test_the_memory_of_cached_views_is_bounded() -> None:
     assert cache.get("c") is None
     cache.add("large", View(bytes(26), "text/plain"))
     assert cache.get("large") is None
+
+
+def record(api: Api, run: str, value: Value, *, seconds: float = 0) -> None:
+    """A run of 200 steps in two segments."""
+    recording = api.driven.recording(run).begin()
+    for seq in range(2):
+        recording.write(seq, seq * 100, seq * 100 + 99, value, taken_ns=int(seconds * 1e9))
+    api.driven.register(run)
+
+
+def compare(api: Api, **parameters: Any) -> Any:
+    return api.get(COMPARISON, **parameters)
+
+
+@pytest.fixture
+def three_runs(api: Api) -> Api:
+    record(api, "base", exploding_from(1000))
+    record(api, "same", exploding_from(1000), seconds=3600)
+    record(api, "late", exploding_from(150))
+    return api
+
+
+def test_runs_are_binned_over_one_grid(three_runs: Api) -> None:
+    answer = compare(
+        three_runs, runs="base,late", tensor="second.weight:gradient", figure="abs_max", points=4
+    )
+    assert answer["grid"] == {"align": "step", "edges": [0, 50, 100, 150, 200]}
+    (series,) = answer["series"]
+    base, late = series["lines"]
+    assert (base["run"], late["run"]) == ("base", "late")
+    assert base["count"] == late["count"] == [50] * 4
+    assert base["mean"][:3] == late["mean"][:3]
+    assert late["min"][3] == late["max"][3] == 1e6
+    assert answer["tensors"] == ["loss", "first.weight:gradient", "second.weight:gradient"]
+
+
+def test_the_default_series_are_the_losses(three_runs: Api) -> None:
+    (series,) = compare(three_runs, runs="base,same")["series"]
+    assert (series["tensor"], series["figure"], series["mode"]) == ("loss", "mean", "train")
+
+
+def test_runs_are_aligned_by_time_since_their_first_row(three_runs: Api) -> None:
+    answer = compare(three_runs, runs="base,same", align="time", points=2)
+    (series,) = answer["series"]
+    assert series["lines"][0]["mean"] == series["lines"][1]["mean"]
+    assert answer["grid"]["edges"][0] == 0
+    started = [run["started_ns"] for run in answer["runs"]]
+    assert started[1] - started[0] == 3600 * 10**9
+    assert [run["location"].rsplit("/", 1)[1] for run in answer["runs"]] == ["base", "same"]
+
+
+def test_the_first_difference_of_each_tensor_is_named(three_runs: Api) -> None:
+    same, late = compare(three_runs, runs="base,same,late")["divergences"]
+    assert (same["first"], same["tensors"], same["complete"]) == (None, [], True)
+    assert (same["compared_first"], same["compared_last"], same["rows"]) == (0, 199, 600)
+    assert [(entry["step"], entry["tensor"]) for entry in late["tensors"]] == [
+        (150, "second.weight:gradient")
+    ]
+    assert late["first"] == late["tensors"][0]
+    assert late["first"]["b"] == 1e6
+    assert compare(three_runs, runs="base,late", divergence="false")["divergences"] == []
+
+
+def test_runs_without_data_losses_or_a_readable_document_are_shown_with_the_problem(three_runs: Api) -> None:
+    three_runs.driven.register("empty")
+    record(three_runs, "nan", nan_from(5))
+    damaged = three_runs.driven.recording("damaged").begin()
+    three_runs.driven.register("damaged")
+    damaged.store.put("run.json", b"{")
+    answer = compare(three_runs, runs="base,empty,nan,damaged")
+    problems = [run["problem"] for run in answer["runs"]]
+    assert problems[0] == problems[2] == ""
+    assert "nothing is recorded" in problems[1]
+    assert "not a document of this kind" in problems[3]
+    (series,) = answer["series"]
+    assert [line["run"] for line in series["lines"]] == ["base", "nan"]
+    assert series["lines"][1]["nonfinite"][10] == 1
+    assert [entry["run"] for entry in answer["divergences"]] == ["nan"]
+
+
+@pytest.mark.parametrize(
+    ("runs", "status"),
+    [
+        ("base", 422),
+        ("base,base", 422),
+        ("base,absent", 404),
+        ("base,../etc", 422),
+        ("a,b,c,d,e,f,g,h,i", 422),
+    ],
+)
+def test_other_names_are_refused(three_runs: Api, runs: str, status: int) -> None:
+    answer = three_runs.call("GET", f"{COMPARISON}?{urlencode({'runs': runs})}", role="viewer")
+    assert answer.status_code == status, answer.text
+
+
+def test_an_unknown_figure_is_refused(three_runs: Api) -> None:
+    answer = three_runs.call("GET", f"{COMPARISON}?runs=base,late&figure=nothing", role="viewer")
+    assert answer.status_code == 422
+
+
+def test_differing_settings_are_listed(api: Api, folder_store: Store) -> None:
+    for run, rate in (("one", 0.1), ("two", 0.2)):
+        folder_store.put(
+            f"vision/{run}/run.json",
+            f'{{"project": "vision", "run": "{run}", "created_ns": 1, "config": {{"model": {{"lr": {rate}, "depth": 4}}}}, '
+            f'"environment": {{"torch": "2.{rate}"}}, "schema": {SCHEMA_VERSION}}}'.encode(),
+        )
+        Recording(folder_store, run).write(0, 0, 3, healthy)
+        api.driven.register(run)
+    assert compare(api, runs="one,two")["settings"] == [
+        {"source": "config", "name": "model.lr", "values": [0.1, 0.2]},
+        {"source": "environment", "name": "torch", "values": ["2.0.1", "2.0.2"]},
+    ]
+
+
+def test_hostile_numbers_are_shown(api: Api) -> None:
+    """An integer that no float represents, and times at both ends of 64 bits."""
+    recordings = [api.driven.recording(run).begin() for run in ("base", "hostile")]
+    document = RunDocument("vision", "hostile", 1, config={"seed": 10**400})
+    recordings[1].store.put("run.json", documents.encode(document))
+    for recording in recordings:
+        recording.write(0, 0, 3)
+        api.driven.register(recording.run)
+    rows = segment.decode(recordings[1].encoded(0, 2), "rows")
+    times = np.repeat(np.array([-(2**63), -1, 2**63 - 1]), 3)
+    key = recordings[1].key(0, 0, 3)
+    recordings[1].store.put(key.path, segment.encode(replace(rows, time_ns=times)))
+    answer = compare(api, runs="base,hostile", align="time", points=4)
+    (series,) = answer["series"]
+    assert [sum(line["count"]) for line in series["lines"]] == [4, 3]
+    assert answer["grid"]["edges"] == [0, 2**60, 2**61, 3 * 2**60, 2**62 + 1]
+    assert answer["settings"] == [
+        {"source": "config", "name": "seed", "values": [None, "1" + 299 * "0"]},
+    ]
+
+
+def test_a_reload_costs_no_reading(three_runs: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{COMPARISON}?runs=base,late"
+    first = three_runs.call("GET", path)
+    monkeypatch.setattr(
+        "watchstep_services.api.routes.comparison.read_compared", lambda *_: pytest.fail("read again")
+    )
+    again = three_runs.call("GET", path, headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")

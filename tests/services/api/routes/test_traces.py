@@ -90,8 +90,8 @@ def small() -> Trace:
 
 
 @pytest.fixture
-def traced(api: Api, folder_store: Store) -> Api:
-    recording = Recording(folder_store).begin()
+def traced(api: Api) -> Api:
+    recording = api.driven.recording().begin()
     recording.store.put(KEY.path, encode_trace(small()))
     recording.store.put(TraceKey("a1", 1, 5, 5).path, encode_trace(small()))
     recording.store.put("traces/notes.txt", b"somebody else's")
@@ -100,8 +100,7 @@ def traced(api: Api, folder_store: Store) -> Api:
 
 
 def ask(api: Api, path: str) -> httpx.Response:
-    headers = {"authorization": f"Bearer {api.token('viewer')}"}
-    return api.client.request("GET", f"{PLACE}{path}", headers=headers)
+    return api.call("GET", f"{PLACE}{path}", role="viewer")
 
 
 def fetched(api: Api, path: str) -> Any:
@@ -118,7 +117,7 @@ def test_traces_are_listed_in_pages(traced: Api) -> None:
     assert ([entry["worker"] for entry in rest["traces"]], rest["next_page_token"]) == ([1], None)
 
 
-def test_a_trace_is_described(traced: Api, folder_store: Store) -> None:
+def test_a_trace_is_described(traced: Api) -> None:
     found = fetched(traced, "")
     assert Store.open(found["location"]).size(KEY.path) == found["bytes"]
     assert (found["mode"], found["operations"], found["alerts"]) == ("statistics", 7, 1)
@@ -187,10 +186,10 @@ def test_a_timeline_has_all_operations(traced: Api) -> None:
     assert set(found["module"]) == set(found["phase"]) == {0}
 
 
-def test_a_timeline_has_a_limited_number_of_texts(traced: Api, folder_store: Store) -> None:
+def test_a_timeline_has_a_limited_number_of_texts(traced: Api) -> None:
     count = MAX_TEXTS + 2
     operations = [operation(n, f"{n:04d}{'x' * 600}", [], []) for n in range(count)]
-    recording = Recording(folder_store)
+    recording = traced.driven.recording()
     recording.store.put(
         TraceKey("a1", 2, 5, 5).path, encode_trace(Trace([*operations, operation(count, "", [], [])]))
     )
@@ -199,7 +198,7 @@ def test_a_timeline_has_a_limited_number_of_texts(traced: Api, folder_store: Sto
     assert {len(name) for name in found["names"]} == {500}
 
 
-def test_the_first_bad_operation(traced: Api, folder_store: Store) -> None:
+def test_the_first_bad_operation(traced: Api) -> None:
     """It is the one that `diagnose` finds, whose values reached the last result."""
     bad = [
         operation(0, "relu", [0], [1]),
@@ -210,7 +209,7 @@ def test_the_first_bad_operation(traced: Api, folder_store: Store) -> None:
     trace = Trace(
         bad, ((CallSite("/lib/torch.py", 9, "call", is_library=True), CallSite("/a/net.py", 3, "forward")),)
     )
-    Recording(folder_store).store.put(
+    traced.driven.recording().store.put(
         TraceKey("a1", 2, 5, 6).path, encode_trace(replace(trace, sources={"/a/net.py": SOURCE}))
     )
     found = ask(traced, "/a1/2/5/6/diagnosis").json()
@@ -243,10 +242,10 @@ def test_values_that_reached_nothing(traced: Api) -> None:
     assert [each["index"] for each in found["contained"]] == [1]
 
 
-def test_the_step_of_an_exception(traced: Api, folder_store: Store) -> None:
+def test_the_step_of_an_exception(traced: Api) -> None:
     failed = operation(1, "mm", [1], [], error="RuntimeError: shapes")
     trace = Trace([operation(0, "relu", [0], [1]), failed], raised=(5, 10**30))
-    Recording(folder_store).store.put(TraceKey("a1", 2, 5, 6).path, encode_trace(trace))
+    traced.driven.recording().store.put(TraceKey("a1", 2, 5, 6).path, encode_trace(trace))
     first = ask(traced, "/a1/2/5/6/diagnosis").json()["first"]
     assert (first["cause"], first["operation"]["index"], first["error"]) == (
         "error",
@@ -276,9 +275,9 @@ def test_the_memory_of_a_step_is_bounded(folder_store: Store) -> None:
     assert size < trace.memory_of_step(5)
 
 
-def test_a_large_neighbourhood_is_cut(traced: Api, folder_store: Store) -> None:
+def test_a_large_neighbourhood_is_cut(traced: Api) -> None:
     operations = [operation(0, "x", [], [1]), *(operation(n, "y", [1], [n + 1]) for n in range(1, 500))]
-    recording = Recording(folder_store)
+    recording = traced.driven.recording()
     recording.store.put(TraceKey("a1", 2, 5, 5).path, encode_trace(Trace(operations)))
     found = ask(traced, "/a1/2/5/5/operations/0/graph").json()
     assert (len(found["operations"]), found["truncated"]) == (200, True)
@@ -353,21 +352,21 @@ def test_the_memory_of_an_index_is_reserved(tensors: int) -> None:
     assert len(lines) + peak < memory_to_index(lines, lambda: None) + 2**20
 
 
-def test_names_of_files_that_cannot_be_encoded(traced: Api, folder_store: Store) -> None:
+def test_names_of_files_that_cannot_be_encoded(traced: Api) -> None:
     head = HEAD.replace(b'"sources": {}', b'"sources": {"a\\ud800": "text"}')
     content = archive(trace_json=head, operations_jsonl=LINE)
-    Recording(folder_store).store.put(TraceKey("a1", 4, 0, 0).path, content)
+    traced.driven.recording().store.put(TraceKey("a1", 4, 0, 0).path, content)
     assert ask(traced, "/a1/4/0/0").json()["files"] == ["a?"]
 
 
-def test_an_encrypted_trace_is_refused(traced: Api, folder_store: Store) -> None:
+def test_an_encrypted_trace_is_refused(traced: Api) -> None:
     content = bytearray(archive(trace_json=HEAD, operations_jsonl=LINE))
     for signature, offset in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
         place = content.find(signature)
         while place >= 0:
             content[place + offset] |= 1
             place = content.find(signature, place + 1)
-    Recording(folder_store).store.put(TraceKey("a1", 4, 0, 0).path, bytes(content))
+    traced.driven.recording().store.put(TraceKey("a1", 4, 0, 0).path, bytes(content))
     assert ask(traced, "/a1/4/0/0").status_code == 502
 
 
@@ -381,9 +380,9 @@ def test_only_files_of_the_trace_are_read(traced: Api) -> None:
         assert ask(traced, f"/a1/0/5/6/source?file={quote(file)}").status_code == 404
 
 
-def test_a_dump_of_tensorflow(traced: Api, folder_store: Store) -> None:
+def test_a_dump_of_tensorflow(traced: Api) -> None:
     trace = read_debugger_v2(dump("graph-full_health"))
-    Recording(folder_store).store.put(TraceKey("a1", 3, 0, 0).path, encode_trace(trace))
+    traced.driven.recording().store.put(TraceKey("a1", 3, 0, 0).path, encode_trace(trace))
     place = "/a1/3/0/0"
     alerts = ask(traced, f"{place}/alerts?limit=1000").json()["alerts"]
     assert [each["operation"]["index"] for each in alerts] == [each.operation for each in alerts_of(trace)]
@@ -443,22 +442,22 @@ LINE = b'{"index": 0, "step": 0, "name": "a", "phase": "forward", "inputs": [], 
     ],
     ids=map(str, range(13)),
 )
-def test_hostile_traces_are_refused(content: bytes, traced: Api, folder_store: Store) -> None:
-    Recording(folder_store).store.put(TraceKey("a1", 4, 0, 0).path, content)
+def test_hostile_traces_are_refused(content: bytes, traced: Api) -> None:
+    traced.driven.recording().store.put(TraceKey("a1", 4, 0, 0).path, content)
     response = ask(traced, "/a1/4/0/0/operations")
     assert response.status_code == 502, response.text
 
 
-def test_a_damaged_stack_is_refused(traced: Api, folder_store: Store) -> None:
+def test_a_damaged_stack_is_refused(traced: Api) -> None:
     content = archive(trace_json=HEAD, operations_jsonl=LINE)
-    Recording(folder_store).store.put(TraceKey("a1", 4, 0, 0).path, content)
+    traced.driven.recording().store.put(TraceKey("a1", 4, 0, 0).path, content)
     assert ask(traced, "/a1/4/0/0/operations").status_code == 200
     assert ask(traced, "/a1/4/0/0/operations/0").status_code == 502
 
 
-def test_traces_that_take_more_memory_than_their_text_are_refused(traced: Api, folder_store: Store) -> None:
+def test_traces_that_take_more_memory_than_their_text_are_refused(traced: Api) -> None:
     """Each is some kilobytes on the store, and takes gigabytes once it is parsed."""
-    store = Recording(folder_store).store
+    store = traced.driven.recording().store
     lists = b"[" + b"[]," * 5_000_000 + b"[]]"
     hostile = {
         "head": archive(trace_json=HEAD.replace(b"{", b'{"x": ' + lists + b",", 1), operations_jsonl=LINE),
@@ -474,12 +473,12 @@ def test_traces_that_take_more_memory_than_their_text_are_refused(traced: Api, f
 
 
 def test_traces_are_opened_one_at_a_time_within_the_memory_for_decoding(
-    traced: Api, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    traced: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What one has read stays reserved while it reserves more, so that two would wait for each other."""
     memory = DecodingMemory(20 * 2**20)
     monkeypatch.setattr(traces, "PROCESS", memory)
-    store = Recording(folder_store).store
+    store = traced.driven.recording().store
     opened = OpenedTraces(max_bytes=1)
     paths = [KEY.path, TraceKey("a1", 1, 5, 5).path]
     with ThreadPoolExecutor(8) as threads:

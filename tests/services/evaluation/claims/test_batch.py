@@ -43,18 +43,17 @@ def _nothing(_run_id: int, _result: Evaluation) -> None:
     """Follow up on nothing."""
 
 
-def _run(driven: Driven, store: Store, name: str) -> tuple[int, Recording]:
+def _run(driven: Driven, name: str) -> tuple[int, Recording]:
     """A run with one evaluated segment, so that later evaluations have no news."""
-    recording = Recording(store, run=name).begin()
+    recording = driven.recording(run=name).begin()
     run_id = driven.register(name)
-    driven.announce(run_id, recording.write(0, 0, 3, healthy))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 3, healthy))
     return run_id, recording
 
 
-def _several(driven: Driven, store: Store, number: int) -> list[tuple[int, Recording, SegmentKey]]:
+def _several(driven: Driven, number: int) -> list[tuple[int, Recording, SegmentKey]]:
     """Runs that have just been announced, in this order."""
-    runs = [_run(driven, store, f"run-{place}") for place in range(number)]
+    runs = [_run(driven, f"run-{place}") for place in range(number)]
     written = [(run_id, recording, recording.write(1, 4, 7, healthy)) for run_id, recording in runs]
     for run_id, _, key in written:
         driven.announce(run_id, key)
@@ -74,8 +73,8 @@ def _at(*calls: tuple[str, int, Callable[[], None]]) -> Iterator[None]:
         yield
 
 
-def test_a_batch_writes_what_single_evaluations_write(driven: Driven, folder_store: Store) -> None:
-    runs = _several(driven, folder_store, 4)
+def test_a_batch_writes_what_single_evaluations_write(driven: Driven) -> None:
+    runs = _several(driven, 4)
     alone = runs.pop()[0]
     with driven.service.database.write() as session:
         session.execute(update(RunRow).where(RunRow.id == alone).values(due_ns=None))
@@ -107,8 +106,8 @@ def test_a_batch_writes_what_single_evaluations_write(driven: Driven, folder_sto
     assert evaluate_due(driven.service, _nothing).runs == 0
 
 
-def test_a_run_lost_to_another_worker_undoes_no_other(driven: Driven, folder_store: Store) -> None:
-    (first, _, _), (lost, _, _), (last, _, _) = _several(driven, folder_store, 3)
+def test_a_run_lost_to_another_worker_undoes_no_other(driven: Driven) -> None:
+    (first, _, _), (lost, _, _), (last, _, _) = _several(driven, 3)
     before = driven.run(lost)
 
     def take() -> None:
@@ -126,8 +125,8 @@ def test_a_run_lost_to_another_worker_undoes_no_other(driven: Driven, folder_sto
     assert driven.run(lost).last_step == 7
 
 
-def test_a_run_with_a_failing_store_undoes_no_other(driven: Driven, folder_store: Store) -> None:
-    (first, _, _), (bad, _, _), (last, _, _) = _several(driven, folder_store, 3)
+def test_a_run_with_a_failing_store_undoes_no_other(driven: Driven) -> None:
+    (first, _, _), (bad, _, _), (last, _, _) = _several(driven, 3)
 
     def fail() -> None:
         raise RuntimeError("a fault of this run")
@@ -141,8 +140,8 @@ def test_a_run_with_a_failing_store_undoes_no_other(driven: Driven, folder_store
     assert driven.run(last).last_step == 7
 
 
-def test_an_alert_is_followed_up_before_the_next_run_is_judged(driven: Driven, folder_store: Store) -> None:
-    (bad, recording), (other, second) = (_run(driven, folder_store, name) for name in ("bad", "other"))
+def test_an_alert_is_followed_up_before_the_next_run_is_judged(driven: Driven) -> None:
+    (bad, recording), (other, second) = (_run(driven, name) for name in ("bad", "other"))
     driven.announce(bad, recording.write(1, 4, 7, nan_from(5)))
     driven.announce(other, second.write(1, 4, 7, healthy))
     order: list[str] = []
@@ -155,8 +154,8 @@ def test_an_alert_is_followed_up_before_the_next_run_is_judged(driven: Driven, f
     assert order == [f"{bad} 1", "next", f"{other} 0"]
 
 
-def test_a_slow_run_keeps_no_other_claimed(driven: Driven, folder_store: Store) -> None:
-    (first, _, _), (slow, _, _), (waiting, _, _) = _several(driven, folder_store, 3)
+def test_a_slow_run_keeps_no_other_claimed(driven: Driven) -> None:
+    (first, _, _), (slow, _, _), (waiting, _, _) = _several(driven, 3)
     claims = claim_due(driven.service.database, 0, "", LEASE_NS, MOST_RUNS)
     results: dict[int, Evaluation] = {}
     batch = RunBatch(driven.service, claims, results.__setitem__)
@@ -178,10 +177,8 @@ def test_a_slow_run_keeps_no_other_claimed(driven: Driven, folder_store: Store) 
     assert [(claim.run_id, claim.unfinished) for claim in again] == [(waiting, 0)]
 
 
-def test_a_run_that_may_end_the_process_is_last_and_alone_of_its_kind(
-    driven: Driven, folder_store: Store
-) -> None:
-    runs = [run_id for run_id, _, _ in _several(driven, folder_store, 4)]
+def test_a_run_that_may_end_the_process_is_last_and_alone_of_its_kind(driven: Driven) -> None:
+    runs = [run_id for run_id, _, _ in _several(driven, 4)]
     with driven.service.database.write() as session:
         for run_id in runs[:2]:
             row = session.get_one(RunRow, run_id)
@@ -196,7 +193,7 @@ def test_a_locked_row_delays_only_its_own_run(postgres: Postgres, folder_store: 
         database = open_database(url)
         upgrade(database)
         driven = Driven(make_service(database, folder_store))
-        (locked, _, _), (other, _, _) = _several(driven, folder_store, 2)
+        (locked, _, _), (other, _, _) = _several(driven, 2)
         holder = database.engine.connect()
         committed: list[int] = []
 
@@ -215,8 +212,8 @@ def test_a_locked_row_delays_only_its_own_run(postgres: Postgres, folder_store: 
         database.close()
 
 
-def test_segments_are_fetched_before_their_evaluation(driven: Driven, folder_store: Store) -> None:
-    runs = _several(driven, folder_store, 2)
+def test_segments_are_fetched_before_their_evaluation(driven: Driven) -> None:
+    runs = _several(driven, 2)
     claims = claim_due(driven.service.database, 0, "", LEASE_NS, MOST_RUNS)
     inboxes = open_inboxes(driven.service.database, [claim.run_id for claim in claims])
     ahead = {run_id: ReadAhead(inbox) for run_id, inbox in inboxes.items()}
@@ -227,9 +224,9 @@ def test_segments_are_fetched_before_their_evaluation(driven: Driven, folder_sto
 
 
 def test_no_more_bytes_are_fetched_than_a_batch_may_have(
-    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _several(driven_sqlite, folder_store, 2)
+    _several(driven_sqlite, 2)
     monkeypatch.setattr(fetching, "MOST_BYTES", 0)
     claims = claim_due(driven_sqlite.service.database, 0, "", LEASE_NS, MOST_RUNS)
     inboxes = open_inboxes(driven_sqlite.service.database, [claim.run_id for claim in claims])

@@ -1,23 +1,57 @@
-"""What becomes of an alert: events, actions, and what is said of it."""
+"""Alerts of a run, and the rank at fault."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import update
 
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, nan_from
+from watchstep.format import layout
+from watchstep.format.layout import SegmentKey
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import AlertRow, RuleStateRow
+from watchstep_services.runs.registration import register
 
 HOOK = "https://chat.example.com/hook"
+BAD = 20
+PROGRAM = f"""
+import os, sys
+os.environ["LOCAL_WORLD_SIZE"] = "1"  # each writes for itself, as on machines of their own
+import torch
+import torch.distributed as dist
+from torch import nn
+from watchstep import Hook
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+torch.set_num_threads(1)
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+model = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with Hook(sys.argv[1], project="test", run="r") as hook:
+    hook.watch(model, optimizer)
+    for step in range({BAD + 3}):
+        x = torch.randn(16, 8)
+        if step == {BAD} and dist.get_rank() == 1:
+            x[3, 5] = float("nan")
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+assert not hook.health["faults"], hook.health
+dist.destroy_process_group()
+"""
 
 
 def ill(step: int, name: str) -> float:
@@ -57,8 +91,7 @@ def test_an_event_says_what_was_seen_and_what_to_try(sqlite: Database, folder_st
             "actions": [{"notify": "ml-oncall"}],
         },
     )
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     _started, event = driven.events(run_id)
     data = event["data"]
     assert data["message"] == "vision: run-1 has 1 NaN among 1 elements of loss, 0 tolerated since 5"
@@ -79,8 +112,7 @@ def test_a_dry_run_is_shown_and_does_nothing(sqlite: Database, folder_store: Sto
     recording = Recording(folder_store).begin()
     rule = {"rule": "non_finite_values", "dry_run": True, "actions": ["stop", {"webhook": HOOK}]}
     driven, run_id = driven_by(sqlite, folder_store, rule)
-    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, nan_from(5)))
     assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
     _started, firing, would_have = (event["data"] for event in driven.events(run_id))
     assert (firing["dry_run"], would_have["because"]) == (True, "dry_run")
@@ -100,8 +132,7 @@ def test_what_follows_from_another_alert_is_told_when_that_is_over(
         {"rule": "exploding_gradient", "actions": ["stop", {"webhook": HOOK}]},
     )
     for key in recording.written["w0"]:
-        driven.announce(run_id, key)
-        driven.settle(run_id)
+        driven.judge(run_id, key)
     assert told(driven, run_id) == [
         ("non_finite_values", "firing", 41, None),
         ("exploding_gradient", "firing", 42, "non_finite_values"),
@@ -124,8 +155,7 @@ def test_what_is_over_before_it_is_told_is_never_told(sqlite: Database, folder_s
         {"rule": "non_finite_values", "inhibits": ["exploding_gradient"]},
         {"rule": "exploding_gradient", "actions": ["stop", {"webhook": HOOK}]},
     )
-    driven.announce(run_id, *recording.written["w0"])
-    driven.settle(run_id)
+    driven.judge(run_id, *recording.written["w0"])
     assert told(driven, run_id)[1:] == [
         ("exploding_gradient", "firing", 42, "non_finite_values"),
         ("exploding_gradient", "resolved", 48, "non_finite_values"),
@@ -138,8 +168,7 @@ def test_who_records_keeps_no_rule_of_the_owner_quiet(sqlite: Database, folder_s
     driven, _ = driven_by(sqlite, folder_store, {"rule": "exploding_gradient", "actions": ["stop"]})
     asked = RuleConfig(rule="non_finite_values", inhibits=("exploding_gradient",))
     run_id = driven.register(rules=[asked])
-    driven.announce(run_id, recording.write(0, 0, 60, ill))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 60, ill))
     assert ("exploding_gradient", "firing", 42, None) in told(driven, run_id)
     assert [action.kind for action in driven.actions(run_id)] == ["stop"]
 
@@ -148,11 +177,75 @@ def test_who_records_keeps_no_rule_of_the_owner_quiet(sqlite: Database, folder_s
 def test_a_memory_that_cannot_be_read_begins_anew(sqlite: Database, folder_store: Store, key: str) -> None:
     recording = Recording(folder_store).begin()
     driven, run_id = driven_by(sqlite, folder_store, {"rule": "non_finite_values"})
-    driven.announce(run_id, recording.write(0, 0, 3))
-    driven.settle(run_id)
-    with driven.service.database.write() as session:
-        session.execute(update(RuleStateRow).values(state=json.dumps({"alert": {key: {"loss@0/train": 3}}})))
+    driven.judge(run_id, recording.write(0, 0, 3))
+    driven.change(RuleStateRow, state=json.dumps({"alert": {key: {"loss@0/train": 3}}}))
     driven = driven.restarted()  # the process that wrote it knows what it wrote
-    driven.announce(run_id, recording.write(1, 4, 7, nan_from(5)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(1, 4, 7, nan_from(5)))
     assert driven.alerts(run_id)["non_finite_values"][:2] == ("firing", 5)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run."""
+    folder = tmp_path_factory.mktemp("ranks")
+    program = folder / "train.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [
+            Path(sys.executable).with_name("torchrun"),
+            *("--standalone", "--nproc-per-node", "2"),
+            program,
+            folder / "runs",
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "WATCHSTEP_RUN": "r", "WATCHSTEP_ATTEMPT": "a"},
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / "test" / "r"
+
+
+def segments_of(recorded: Path) -> dict[str, list[SegmentKey]]:
+    """By writer, in their order."""
+    found: dict[str, list[SegmentKey]] = {}
+    for path in sorted(recorded.rglob("*.arrow")):
+        key = SegmentKey.parse(path.relative_to(recorded).as_posix())
+        found.setdefault(key.writer.writer, []).append(key)
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("together", [True, False])
+def test_the_rank_at_fault_is_named(
+    recorded: Path, tmp_path: Path, sqlite: Database, first: int, together: bool
+) -> None:
+    store = Store.open(tmp_path / "runs", create=True)
+    place = tmp_path / "runs" / "test" / "r"
+    shutil.copytree(recorded, place, ignore=shutil.ignore_patterns(layout.SEGMENTS.strip("/"), "end"))
+    driven = Driven(make_service(sqlite, store, [RuleConfig(rule="non_finite_values", severity="critical")]))
+    run_id = register(driven.service, "test", "r", (), "recorder")
+    writers = segments_of(recorded)
+    assert len(writers) == 2
+    order = sorted(writers)[:: 1 if first == 0 else -1]
+    for writer in order:
+        for key in writers[writer]:
+            (place / key.path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(recorded / key.path, place / key.path)
+        driven.announce(run_id, *writers[writer])
+        if not together:
+            driven.settle(run_id)
+    driven.settle(run_id)
+
+    kinds = [kind for kind in driven.event_types(run_id) if kind.startswith("alert.")]
+    late = not together and first == 0
+    assert kinds == ["alert.firing", "alert.revised"] if late else kinds == ["alert.firing"]
+    last = [event["data"] for event in driven.events(run_id) if "rule_config" in event["data"]][-1]
+    phase, step, finding = driven.alerts(run_id)["non_finite_values"]
+    assert (phase, step, finding) == ("firing", BAD, last["finding"])
+    assert (last["finding"]["step"], last["finding"]["worker"]) == (BAD, 1)
+    assert last["finding"]["role"] == "output"
+    assert last["finding"]["upstream"] == ["model:input"]
+    assert "; the input contained 1 NaN among 128 elements of model:input" in last["message"]
+    assert last["explanation"]["usual_causes"][0].startswith("The batch of this step was measured as bad")

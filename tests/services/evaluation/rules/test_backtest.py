@@ -81,8 +81,7 @@ class Live:
 
     def write_journal(self) -> None:
         """As a sweep does for a run that is over."""
-        with self.driven.service.database.write() as session:
-            session.get_one(RunRow, self.run_id).state = "completed"
+        self.driven.change(RunRow, self.run_id, state="completed")
         for due in unwritten(self.driven.service):
             write_journal(self.driven.service, due)
 

@@ -17,7 +17,7 @@ from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Attempt, PinnedBaseline, RunSummaryRow
 from watchstep_services.evaluation.journal import unwritten, write_journal
-from watchstep_services.retention import upkeep
+from watchstep_services.retention import delete_rows, upkeep
 from watchstep_services.runs import claim as claiming
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import advance_run
@@ -53,12 +53,10 @@ def recorded(
     """A run that has ended, is judged and has had its upkeep."""
     recording = begun(store, run, program)
     run_id = driven.register(run)
-    driven.announce(run_id, recording.write(0, 0, 9, value))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 9, value))
     driven.announce(run_id, recording.write(1, 10, LAST, value))
     recording.end("completed", LAST)
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     advance_run(driven.service, run_id)
     upkeep(driven.service)
     return run_id
@@ -114,14 +112,12 @@ def test_a_restarted_service_judges_by_the_pinned_baseline(compared: Driven, fol
         recorded(compared, folder_store, f"sound-{number}")
     recording = begun(folder_store, "fourth")
     run_id = compared.register("fourth")
-    compared.announce(run_id, recording.write(0, 0, 9))
-    compared.settle(run_id)
+    compared.judge(run_id, recording.write(0, 0, 9))
     with compared.service.database.write() as session:
         for row in session.execute(select(RunSummaryRow)).scalars():
             session.delete(row)
     again = compared.restarted()
-    again.announce(run_id, recording.write(1, 10, LAST, large))
-    again.settle(run_id)
+    again.judge(run_id, recording.write(1, 10, LAST, large))
     assert again.alerts(run_id)["unlike_earlier_runs"][:2] == ("firing", 21)
 
 
@@ -142,8 +138,7 @@ def test_ticks_before_the_first_rows_keep_no_attempt_from_its_baseline(
     with database.read() as session:
         attempt = session.execute(select(Attempt).filter_by(run_id=run_id)).scalar_one()
     assert (attempt.ticks > 0, attempt.largest) == (True, -1)
-    driven.announce(run_id, recording.write(0, 0, 9, large), recording.write(1, 10, LAST, large))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 9, large), recording.write(1, 10, LAST, large))
     assert pinned(driven) == 1
     assert driven.alerts(run_id)["unlike_earlier_runs"][:2] == ("firing", 21)
 
@@ -153,12 +148,10 @@ def test_an_attempt_keeps_having_no_baseline_once_it_was_judged_without(
 ) -> None:
     recording = begun(folder_store, "early")
     run_id = compared.register("early")
-    compared.announce(run_id, recording.write(0, 0, 9))
-    compared.settle(run_id)
+    compared.judge(run_id, recording.write(0, 0, 9))
     for number in range(3):
         recorded(compared, folder_store, f"sound-{number}")
-    compared.announce(run_id, recording.write(1, 10, LAST, large))
-    compared.settle(run_id)
+    compared.judge(run_id, recording.write(1, 10, LAST, large))
     assert compared.alerts(run_id) == {}
 
 
@@ -184,8 +177,6 @@ def test_a_deliberate_change_becomes_part_of_the_baseline(compared: Driven, fold
 
 
 def test_a_run_that_is_deleted_leaves_no_summary(compared: Driven, folder_store: Store) -> None:
-    from watchstep_services.retention import delete_rows
-
     ids = [recorded(compared, folder_store, f"sound-{number}") for number in range(4)]
     with compared.service.database.write() as session:
         for run_id in ids:
@@ -227,8 +218,7 @@ def test_the_order_of_arrival_changes_nothing(compared: Driven, folder_store: St
     recording = begun(folder_store, "parts", "parts.py")
     parts = compared.register("parts")
     for seq, step in enumerate(range(0, LAST + 1, 2)):
-        compared.announce(parts, recording.write(seq, step, step + 1, large))
-        compared.settle(parts)
+        compared.judge(parts, recording.write(seq, step, step + 1, large))
     assert compared.alerts(parts) == compared.alerts(whole) != {}
 
 

@@ -15,8 +15,8 @@ from tests.sdk.format.blocks import Row, block_of, tensor
 from tests.services.driving import Driven, make_service
 from tests.services.recording import LOSS, PROJECT, Recording
 from watchstep.errors import BadNameError, FormatError
-from watchstep.format import layout, segment
-from watchstep.format.layout import SegmentKey, references_document
+from watchstep.format import layout
+from watchstep.format.layout import references_document
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import AttemptOutcome, backtest_run
@@ -38,7 +38,6 @@ from watchstep_services.evaluation import evaluate as evaluating
 from watchstep_services.evaluation.commit import commit
 from watchstep_services.evaluation.journal import unwritten, write_journal
 from watchstep_services.evaluation.references import ReferenceCache
-from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.stops import digest_of
 from watchstep_services.tenancy import find_project, move_project, register_store
 
@@ -64,14 +63,6 @@ def full(value: float) -> np.ndarray[Any, Any]:
     return np.full((2, 2), value, np.float32)
 
 
-def put(recording: Recording, seq: int, rows: Sequence[Row]) -> SegmentKey:
-    steps = [row.step for row in rows]
-    key = recording.key(seq, min(steps), max(steps))
-    recording.store.put(key.path, segment.encode(block_of(rows)))
-    recording.written.setdefault(key.writer.writer, []).append(key)
-    return key
-
-
 def rows_of(recording: Recording, value: float, first: int = 0) -> list[Row]:
     """A loss at each of ten steps, and a saved weight at the first."""
     save(recording.store, first, {WEIGHT: full(value)}, collection="weights", attempt=recording.attempt)
@@ -89,8 +80,7 @@ def recorded(
     else:
         recording.begin(started_ns=2)
     run_id = driven.register(run)
-    driven.announce(run_id, put(recording, 0, rows_of(recording, value)))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write_rows(0, rows_of(recording, value)))
     return recording, run_id
 
 
@@ -110,11 +100,7 @@ ALL_FIRE = [
 
 
 def health_of(driven: Driven, run_id: int) -> dict[str, str]:
-    return {
-        event["data"]["name"]: event["data"]["problem"]
-        for event in driven.events(run_id)
-        if event["type"] == "io.watchstep.rule.error"
-    }
+    return {event["data"]["name"]: event["data"]["problem"] for event in driven.events(run_id, "rule.error")}
 
 
 def judged_again(recording: Recording, configs: Sequence[RuleConfig] = RULES) -> AttemptOutcome:
@@ -131,10 +117,8 @@ def fired(attempt: AttemptOutcome) -> list[tuple[str, int, str]]:
 
 def end(driven: Driven, recording: Recording, run_id: int) -> None:
     recording.end("completed", 9)
-    discover(driven.service, run_id)
-    driven.settle(run_id)
-    with driven.service.database.write() as session:
-        session.get_one(RunRow, run_id).state = "completed"
+    driven.discover(run_id)
+    driven.change(RunRow, run_id, state="completed")
     for due in unwritten(driven.service):
         write_journal(driven.service, due)
 
@@ -151,10 +135,9 @@ def test_references_are_pinned_once_and_later_changes_change_no_result(
     assert (document.attempts, document.problems) == ({"good": "a1"}, {})
     assert set(document.statistics) == {"good mean", "good rms"}
     # The reference run records on, and again under a new attempt, which would be equal.
-    driven.announce(good_id, put(good, 1, rows_of(good, 3.0, 10)))
-    driven.settle(good_id)
+    driven.judge(good_id, good.write_rows(1, rows_of(good, 3.0, 10)))
     recorded(driven, folder_store, "good", 3.0, "a2")
-    driven.announce(other_id, put(other, 1, rows_of(other, 1.0, 10)))
+    driven.announce(other_id, other.write_rows(1, rows_of(other, 1.0, 10)))
     driven.restarted().settle(other_id)
     # Steps 10 to 19 are not in the pinned statistics; the saved tensors of the pinned attempt are compared.
     assert driven.alerts(other_id)["elements"][:2] == ("firing", 0)
@@ -196,8 +179,7 @@ def test_a_missing_run_is_reported_and_stays_missing(sqlite: Database, folder_st
     assert document is not None
     assert document.problems == {"good": "run 'good' has no attempt in this project"}
     recorded(driven, folder_store, "good", 1.0)  # too late for this attempt
-    driven.announce(other_id, put(other, 1, rows_of(other, 3.0, 10)))
-    driven.settle(other_id)
+    driven.judge(other_id, other.write_rows(1, rows_of(other, 3.0, 10)))
     assert set(driven.alerts(other_id)) == {"non_finite_values"}
     assert judged_again(other).notes[:1] != ("run good is compared with as it is now",)
 
@@ -278,7 +260,7 @@ def test_of_a_run_with_many_tensors_the_first_are_compared(sqlite: Database, fol
     infos = [
         tensor(f"layer{number:04}.weight", "weights", order=number) for number in range(MOST_TENSORS + 100)
     ]
-    put(good, 0, [Row(0, LOSS, [1.0]), *(Row(0, info, [1.0]) for info in infos)])
+    good.write_rows(0, [Row(0, LOSS, [1.0]), *(Row(0, info, [1.0]) for info in infos)])
     mine = Recording(folder_store, "mine").begin()
     pin_references(mine.store, "a1", [STATISTICS], {"good": "a1"})
     references = read_references(mine.store, "a1")
@@ -369,8 +351,7 @@ def test_a_rule_that_is_added_to_a_running_attempt_reports_that_nothing_was_pinn
     from watchstep_services.runs.rule_configs import apply_owner_rules
 
     apply_owner_rules(sqlite, RULES)
-    later.announce(other_id, put(other, 1, rows_of(other, 3.0, 10)))
-    later.settle(other_id)
+    later.judge(other_id, other.write_rows(1, rows_of(other, 3.0, 10)))
     assert found(later, other_id) == []
     assert "or the rule was added later" in health_of(later, other_id)["statistics"]
 
@@ -401,7 +382,7 @@ def test_references_are_pinned_within_the_turn_for_large_evaluations(
     recorded(driven, folder_store, "good", 1.0)
     other = Recording(folder_store, "other").begin()
     other_id = driven.register("other")
-    driven.announce(other_id, put(other, 0, rows_of(other, 3.0)))
+    driven.announce(other_id, other.write_rows(0, rows_of(other, 3.0)))
     assert driven.service.large_turn.take("another project")
     for _ in range(3):
         assert driven.evaluate(other_id).outcome == "idle"
@@ -413,9 +394,9 @@ def test_references_are_pinned_within_the_turn_for_large_evaluations(
     assert not driven.run(other_id).waits_for_turn
     # Of an attempt whose references are known, small evaluations need no turn; a new process reads them within it.
     assert driven.service.large_turn.take("another project")
-    driven.announce(other_id, put(other, 1, [Row(step, LOSS, [3.0]) for step in range(10, 12)]))
+    driven.announce(other_id, other.write_rows(1, [Row(step, LOSS, [3.0]) for step in range(10, 12)]))
     assert driven.evaluate(other_id).outcome == "committed"
-    driven.announce(other_id, put(other, 2, [Row(step, LOSS, [3.0]) for step in range(12, 14)]))
+    driven.announce(other_id, other.write_rows(2, [Row(step, LOSS, [3.0]) for step in range(12, 14)]))
     assert driven.restarted().evaluate(other_id).outcome == "idle"
 
 
@@ -460,8 +441,7 @@ def test_what_a_recorder_wrote_is_read_and_checked_once(
     for seq in range(4):
         first = 10 * seq
         rows = [Row(step, LOSS, [3.0]) for step in range(first, first + 10)]
-        driven.announce(run_id, put(recording, seq, rows))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write_rows(seq, rows))
     assert driven.run(run_id).last_step == 39
     assert decoded == ["references/a1.json"]
     assert len(checked) <= 1

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from tests.services.dispatch.receiver import Receiver, receiving
+from tests.services.channels.http_server import HttpServer
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording
 from watchstep.format.layout import SegmentKey
@@ -45,13 +44,7 @@ def culprit(step: int, name: str) -> float:
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with receiving() as running:
-        yield running
-
-
-@pytest.fixture
-def driven(sqlite: Database, folder_store: Store, receiver: Receiver) -> Driven:
+def driven(sqlite: Database, folder_store: Store, receiver: HttpServer) -> Driven:
     asked = {
         "receivers": [{"name": "ops", "kind": "webhook", "url": receiver.url}],
         "route": {"receiver": "ops", "group_wait": 0, "group_interval": 0, "repeat_interval": 3600},
@@ -60,16 +53,15 @@ def driven(sqlite: Database, folder_store: Store, receiver: Receiver) -> Driven:
     return Driven(replace(service, receiver_file=ReceiverFile.model_validate(asked)))
 
 
-def begin(driven: Driven, store: Store) -> tuple[Recording, int]:
-    return Recording(store).begin(world_size=2), driven.register()
+def begin(driven: Driven) -> tuple[Recording, int]:
+    return driven.recording().begin(world_size=2), driven.register()
 
 
-def one_after_the_other(driven: Driven, store: Store) -> tuple[Recording, int]:
+def one_after_the_other(driven: Driven) -> tuple[Recording, int]:
     """Each rank is judged before the next one's rows come."""
-    recording, run_id = begin(driven, store)
+    recording, run_id = begin(driven)
     for worker, value in enumerate((reduced, culprit)):
-        driven.announce(run_id, recording.write(0, 0, 7, value, worker))
-        driven.settle(run_id)
+        driven.judge(run_id, recording.write(0, 0, 7, value, worker))
     return recording, run_id
 
 
@@ -78,8 +70,7 @@ def alerts_events(driven: Driven, run_id: int) -> list[dict[str, Any]]:
 
 
 def standing(driven: Driven) -> AlertInstanceRow:
-    with driven.service.database.read() as session:
-        return session.execute(select(AlertInstanceRow)).scalar_one()
+    return driven.one(select(AlertInstanceRow))
 
 
 def about(data: dict[str, Any]) -> tuple[int, int, str]:
@@ -90,42 +81,36 @@ LOSS_OF_RANK_1 = (5, 1, "loss")
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_comes_in_one_evaluation_is_one_event_that_names_the_cause(
-    driven: Driven, folder_store: Store, first: int
-) -> None:
-    recording, run_id = begin(driven, folder_store)
+def test_what_comes_in_one_evaluation_is_one_event_that_names_the_cause(driven: Driven, first: int) -> None:
+    recording, run_id = begin(driven)
     keys: dict[int, SegmentKey] = {
         worker: recording.write(0, 0, 7, value, worker) for worker, value in enumerate((reduced, culprit))
     }
     driven.announce(run_id, keys[first])
-    driven.announce(run_id, keys[1 - first])
-    driven.settle(run_id)
+    driven.judge(run_id, keys[1 - first])
     (event,) = alerts_events(driven, run_id)
     assert (event["type"], about(event["data"])) == ("io.watchstep.alert.firing", LOSS_OF_RANK_1)
     assert (event["data"]["step"], event["data"]["explanation"]["where"]) == (
         5,
         "loss: a loss; worker 1, mode train",
     )
-    (stop,) = [action for action in driven.actions(run_id) if action.kind == "stop"]
+    (stop,) = driven.actions(run_id, "stop")
     assert "elements of loss" in stop.payload["reason"]
     assert about({"finding": driven.alerts(run_id)["non_finite_values"][2]}) == LOSS_OF_RANK_1
 
 
 def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
-    driven: Driven, folder_store: Store, sqlite: Database
+    driven: Driven, sqlite: Database
 ) -> None:
-    recording, run_id = begin(driven, folder_store)
+    recording, run_id = begin(driven)
     teller = ConsoleOutput(sqlite)
-    driven.announce(run_id, recording.write(0, 0, 7, reduced))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, reduced))
     assert len(flush_due(driven.service)) == 1
-    with driven.service.database.read() as session:
-        before = session.execute(select(AlertRow)).scalar_one()
+    before = driven.one(select(AlertRow))
     teller.new_lines()
     actions = [action.id for action in driven.actions(run_id)]
     assert len(actions) == 3  # a stop, a webhook, a notification
-    driven.announce(run_id, recording.write(0, 0, 7, culprit, 1))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write(0, 0, 7, culprit, 1))
 
     firing, revised = alerts_events(driven, run_id)
     assert firing["type"] == "io.watchstep.alert.firing"
@@ -136,8 +121,7 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
     assert set(firing["data"]) == set(data)
     assert data["evidence"]
 
-    with driven.service.database.read() as session:
-        row = session.execute(select(AlertRow)).scalar_one()
+    row = driven.one(select(AlertRow))
     assert (row.phase, row.since_step, row.fired_ns) == (before.phase, before.since_step, before.fired_ns)
     assert row.finding == data["finding"]
     assert row.details is not None
@@ -152,7 +136,7 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
 
     assert flush_due(driven.service) == []
     assert [action.id for action in driven.actions(run_id)] == actions
-    (stop,) = [action for action in driven.actions(run_id) if action.kind == "stop"]
+    (stop,) = driven.actions(run_id, "stop")
     assert "gradient" in stop.payload["reason"]  # what was known when it was asked for
     lines = teller.new_lines()
     assert lines[0] == (
@@ -161,10 +145,8 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
     assert lines[2] == "  where   loss: a loss; worker 1, mode train"
 
 
-def test_a_notification_that_was_not_sent_yet_names_the_cause(
-    driven: Driven, folder_store: Store, receiver: Receiver
-) -> None:
-    one_after_the_other(driven, folder_store)
+def test_a_notification_that_was_not_sent_yet_names_the_cause(driven: Driven, receiver: HttpServer) -> None:
+    one_after_the_other(driven)
     (action,) = flush_due(driven.service)
     assert driven.finish(action).state == "done"
     (notified,) = receiver.events
@@ -174,13 +156,13 @@ def test_a_notification_that_was_not_sent_yet_names_the_cause(
 def test_a_dry_run_is_revised_as_a_record(sqlite: Database, folder_store: Store) -> None:
     dry = RULE.model_copy(update={"dry_run": True})
     driven = Driven(make_service(sqlite, folder_store, [dry]))
-    _, run_id = one_after_the_other(driven, folder_store)
+    _, run_id = one_after_the_other(driven)
     assert driven.event_types(run_id)[1:] == ["alert.firing", "stop.would_have", "alert.revised"]
     assert driven.actions(run_id) == []
 
 
-def test_a_backtest_names_what_was_named_in_the_end(driven: Driven, folder_store: Store) -> None:
-    recording, _ = one_after_the_other(driven, folder_store)
+def test_a_backtest_names_what_was_named_in_the_end(driven: Driven) -> None:
+    recording, _ = one_after_the_other(driven)
     (attempt,) = backtest_run(open_run(recording.store), [RULE]).attempts
     (fired,) = attempt.outcomes[0].fired
     assert fired.finding is not None

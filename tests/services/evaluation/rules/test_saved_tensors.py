@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -14,10 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.rules.saved import OUTPUT, WEIGHT, away, encoded, mark, registered, save
-from tests.sdk.format.blocks import Row, block_of
+from tests.sdk.format.blocks import Row
 from tests.services.driving import Driven, make_service
 from tests.services.recording import LOSS, Recording
-from watchstep.format import segment
 from watchstep.format.layout import SegmentKey, SnapshotKey
 from watchstep.format.snapshot import INFOS
 from watchstep.reading.compaction import compact
@@ -29,7 +28,6 @@ from watchstep_rules.engine import saved_tensors
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import RuleConfigRow, RunRow
 from watchstep_services.evaluation.journal import unwritten, write_journal
-from watchstep_services.runs.discovery import discover
 
 with registered():
     RULES = (
@@ -51,21 +49,10 @@ def full(value: float) -> np.ndarray[Any, Any]:
     return np.full((2, 2), value, np.float32)
 
 
-def put(recording: Recording, seq: int, rows: Sequence[Row], worker: int = 0) -> SegmentKey:
-    """A segment with these rows."""
-    steps = [row.step for row in rows]
-    key = recording.key(seq, min(steps), max(steps), worker)
-    recording.store.put(key.path, segment.encode(block_of(rows)))
-    recording.written.setdefault(key.writer.writer, []).append(key)
-    return key
-
-
 def close(driven: Driven, run_id: int) -> None:
     """The run is over, and its journal is on the store."""
-    discover(driven.service, run_id)
-    driven.settle(run_id)
-    with driven.service.database.write() as session:
-        session.get_one(RunRow, run_id).state = "completed"
+    driven.discover(run_id)
+    driven.change(RunRow, run_id, state="completed")
     for due in unwritten(driven.service):
         write_journal(driven.service, due)
 
@@ -102,7 +89,7 @@ def worker_segments(recording: Recording, random: Random, worker: int) -> list[S
             rows[learned].append(mark(step, learned, worker=worker, collection=collection))
     cuts = sorted({0, 40, *random.choices(range(40), k=3)})
     return [
-        put(recording, seq, [row for step in range(start, end) for row in rows[step]], worker)
+        recording.write_rows(seq, [row for step in range(start, end) for row in rows[step]], worker)
         for seq, (start, end) in enumerate(pairwise(cuts))
     ]
 
@@ -152,7 +139,7 @@ def test_a_backtest_without_a_journal_judges_more_objects_than_one_evaluation_ma
     count = 3 * saved_tensors.EVALUATION_OBJECTS
     for step in range(count):
         save(recording.store, step, {OUTPUT: full(9.0)})
-    put(recording, 0, [mark(step) for step in range(count)])
+    recording.write_rows(0, [mark(step) for step in range(count)])
     recording.end("completed", count)
     (attempt,) = backtest_run(open_run(recording.store), [away()]).attempts
     assert (attempt.outcomes[0].found, attempt.outcomes[0].problem) == (count, "")
@@ -180,14 +167,12 @@ def test_an_object_that_cannot_be_read_is_the_problem_of_its_rules_alone(
     recording = Recording(folder_store).begin()
     save(recording.store, 5, {OUTPUT: full(9.0)})
     save(recording.store, 15, {WEIGHT: full(9.0)}, collection="weights")
-    driven.announce(run_id, put(recording, 0, [mark(5), Row(6, LOSS, [1.0])]))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write_rows(0, [mark(5), Row(6, LOSS, [1.0])]))
     assert driven.alerts(run_id)["own"][0] == "firing"
     if content is not None:
         recording.store.put(SnapshotKey("a1", 0, 15, "train", "activations").path, content)
     bad = Row(16, LOSS, [float("nan")])
-    driven.announce(run_id, put(recording, 1, [mark(15), mark(15, collection="weights"), bad]))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write_rows(1, [mark(15), mark(15, collection="weights"), bad]))
     alerts = driven.alerts(run_id)
     assert {name: phase for name, (phase, _, _) in alerts.items()} == {
         "own": "firing",
@@ -196,13 +181,12 @@ def test_an_object_that_cannot_be_read_is_the_problem_of_its_rules_alone(
     }
     errors = [
         event["data"]["problem"]
-        for event in driven.events(run_id)
-        if event["type"] == "io.watchstep.rule.error" and event["data"]["name"] == "own"
+        for event in driven.events(run_id, "rule.error")
+        if event["data"]["name"] == "own"
     ]
     assert [problem in error for error in errors] == [True] * bool(problem)
     assert "evaluation" not in driven.run(run_id).health
     # The next object is read as before.
     save(recording.store, 25, {OUTPUT: full(0.0)})
-    driven.announce(run_id, put(recording, 2, [mark(25), Row(26, LOSS, [1.0])]))
-    driven.settle(run_id)
+    driven.judge(run_id, recording.write_rows(2, [mark(25), Row(26, LOSS, [1.0])]))
     assert driven.alerts(run_id)["own"][0] == "resolved"

@@ -172,11 +172,9 @@ def test_an_attempt_that_wrote_nothing_is_silent_unless_its_run_is_lost(
     discover(watch.driven.service, run_id)
     assert watch.at(0, run_id) == "committed"
     watch.until(55, run_id)
-    with watch.driven.service.database.write() as session:
-        session.execute(update(RunRow).values(state="lost"))
+    watch.driven.change(RunRow, state="lost")
     assert watch.until(1e6, run_id) == [60]
-    with watch.driven.service.database.write() as session:
-        session.execute(update(RunRow).values(state="created", due_ns=watch.now_ns))
+    watch.driven.change(RunRow, state="created", due_ns=watch.now_ns)
     watch.until(130, run_id)
     assert watch.phase(run_id) == "firing"
 
@@ -186,8 +184,7 @@ def test_a_run_without_such_a_rule_sleeps(database: Database, folder_store: Stor
     recording = Recording(folder_store).begin()
     recording.write(0, 0, 2)
     run_id = driven.register()
-    discover(driven.service, run_id)
-    driven.settle(run_id)
+    driven.discover(run_id)
     assert driven.run(run_id).due_ns is None
     assert find_due(driven.service).runs == ()
 
@@ -198,5 +195,4 @@ def test_two_that_wake_the_same_run_judge_it_once(watch: Watch, folder_store: St
     assert watch.at(60, run_id) == "committed"
     assert watch.at(60, run_id) == "idle"
     assert watch.driven.restarted().evaluate(run_id).outcome == "idle"
-    with watch.driven.service.database.read() as session:
-        assert session.execute(select(RuleStateRow.findings)).scalar_one() == 1
+    assert watch.driven.one(select(RuleStateRow.findings)) == 1

@@ -49,9 +49,8 @@ def hang(stores: HangingStores, store: StoreRegistration, error: StoreError) -> 
 def test_runs_of_a_store_that_hangs_are_postponed_until_it_answers(sqlite: Database, s3: FaultyS3) -> None:
     store = Store.open("s3://bucket/runs")
     driven = Driven(make_service(sqlite, store))
-    recording = Recording(store).begin()
+    recording, run_id = Recording(store).begin(), driven.register()
     recording.write_all([1, 3])
-    run_id = driven.register()
     driven.announce(run_id, *recording.written["w0"])
     s3.fault = "denied"
     with pytest.raises(StoreError):

@@ -1,8 +1,4 @@
-"""Objects that anyone with write access to a run can put there: each damages at most itself.
-
-Everything of the service that reads a run's store does so while hostile objects of every kind are there: listings, evaluations, a stop, polls, and
-the API. The run is watched, its NaN stops it, and it ends as without them.
-"""
+"""Objects of a store that are hostile, damaged or refused."""
 
 from __future__ import annotations
 
@@ -10,24 +6,29 @@ import json
 import os
 import struct
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sqlalchemy import select
 
-from tests.services.api.conftest import Api, Client
+from tests.services.api.conftest import Api
 from tests.services.driving import Driven
-from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep.format.documents import Checkpoint, last_good
+from tests.services.recording import PROJECT, nan_from
+from watchstep.format import documents, layout
+from watchstep.format.documents import AttemptDocument, Checkpoint, last_good
 from watchstep.store.store import Store
-from watchstep_services.api.app import create_app
 from watchstep_services.db.models import Attempt, Project
+from watchstep_services.runs import discovery
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.stops import StopStage
 from watchstep_services.scheduler.polling import claim_polls, poll_run
+from watchstep_services.service import listings
+from watchstep_services.service.listings import RefusedDocuments
 
 NAMES: tuple[Any, ...] = (
     "../../x",
@@ -71,6 +72,8 @@ ATTEMPT = {
     "config": {},
     "seeds": {},
 }
+
+
 END = {
     "worker": 0,
     "state": "failed",
@@ -81,6 +84,8 @@ END = {
     "reason": "",
     "health": {},
 }
+
+
 RUN = {
     "project": PROJECT,
     "run": "run-1",
@@ -90,6 +95,8 @@ RUN = {
     "environment": {},
     "schema": 3,
 }
+
+
 CONTROL = {
     "version": 9,
     "stop": {"attempt": "a1", "step": 3, "reason": "x", "event": ""},
@@ -97,7 +104,11 @@ CONTROL = {
     "snapshots": [],
     "cadence": {},
 }
+
+
 CHECKPOINT = {"path": "c.pt", "step": 3, "attempt": "a1", "worker": 0, "saved_ns": 1}
+
+
 LAUNCH = {
     "attempt": "x0",
     "launched_ns": 1,
@@ -107,8 +118,11 @@ LAUNCH = {
     "host": "h",
     "namespace": "n",
 }
+
+
 JOURNAL = {"schema": 3, "attempt": "a1", "number": 0, "evaluations": []}
 MANIFEST = {"schema": 3, "generation": 1, "segments": [], "objects": []}
+
 
 KINDS = (
     Kind("attempts/x{}.json", ATTEMPT),
@@ -203,11 +217,8 @@ PAGES = (
 )  # fmt: skip
 
 
-def test_hostile_objects_damage_at_most_themselves(driven_sqlite: Driven, folder_store: Store) -> None:
-    recording = Recording(folder_store).begin(started_ns=10)
-    run_id = driven_sqlite.register()
-    driven_sqlite.announce(run_id, recording.write(0, 0, 3))
-    driven_sqlite.settle(run_id)
+def test_hostile_objects_damage_at_most_themselves(driven_sqlite: Driven) -> None:
+    recording, run_id = driven_sqlite.record(last=3, started_ns=10)
     for kind in KINDS:
         put(recording.store, kind)
     checkpoint = Checkpoint("good.pt", 1, "a1", 0, 1)
@@ -221,15 +232,71 @@ def test_hostile_objects_damage_at_most_themselves(driven_sqlite: Driven, folder
     with driven_sqlite.service.database.read() as session:
         place = session.execute(select(Project).filter_by(name=PROJECT)).scalar_one().place
     assert last_good(driven_sqlite.service.stores.of_run(place, "run-1"), 5) == checkpoint
-    api = Api(Client(create_app(driven_sqlite.service)), driven_sqlite)
+    api = Api.of(driven_sqlite)
     base = f"/v1/projects/{PROJECT}/runs/run-1"
-    answers = {page: api.call("GET", f"{base}{page}").status_code for page in PAGES}
+    answers = {page: api.status("GET", f"{base}{page}") for page in PAGES}
     assert {page: status for page, status in answers.items() if status >= 500} == {}
     recording.end("failed", 7)
     assert discover(driven_sqlite.service, run_id).complete
     driven_sqlite.settle(run_id)
     for poll in claim_polls(driven_sqlite.service):
         poll_run(driven_sqlite.service, poll)
-    with driven_sqlite.service.database.read() as session:
-        ends = session.execute(select(Attempt.ends).filter_by(run_id=run_id, attempt="a1")).scalar_one()
+    ends = driven_sqlite.one(select(Attempt.ends).filter_by(run_id=run_id, attempt="a1"))
     assert ends["0"]["state"] == "failed"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each document is decoded."""
+    counted: Counter[str] = Counter()
+    decode = documents.decode
+
+    def counting(kind: type[AttemptDocument], data: bytes, name: str) -> AttemptDocument:
+        counted[name] += 1
+        return decode(kind, data, name)
+
+    monkeypatch.setattr(documents, "decode", counting)
+    return counted
+
+
+def test_a_damaged_document_is_read_once(driven_sqlite: Driven, reads: Counter[str]) -> None:
+    recording, run_id = driven_sqlite.begin()
+    key = layout.attempt_document("bad")
+    recording.store.put(key, b'{"x": 1}')
+    recording.store.put(layout.end_document("a1", 3), b"[]")
+    for _ in range(3):
+        discovery.discover(driven_sqlite.service, run_id)
+        assert set(driven_sqlite.run(run_id).health["documents"]) == {key, layout.end_document("a1", 3)}
+    assert (reads[key], reads[layout.end_document("a1", 3)]) == (1, 1)
+    recording.store.put(key, documents.encode(AttemptDocument("bad", 5)))
+    assert discovery.discover(driven_sqlite.service, run_id).fresh
+    assert reads[key] == 2
+
+
+def test_a_listing_reads_so_many_bytes_of_documents_and_the_next_reads_on(
+    driven_sqlite: Driven, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording, run_id = driven_sqlite.begin()
+    discovery.discover(driven_sqlite.service, run_id)
+    reads.clear()
+    monkeypatch.setattr(discovery, "_DOCUMENT_BYTES", 1000)
+    names = [f"b{number}" for number in range(6)]
+    for name in names:
+        recording.store.put(layout.attempt_document(name), b'{"x": "' + b"y" * 400 + b'"}')
+    read = []
+    for _ in range(4):
+        discovery.discover(driven_sqlite.service, run_id)
+        read.append(reads.total())
+    assert read == [3, 6, 6, 6]
+
+
+def test_so_many_are_remembered_and_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = RefusedDocuments(most=2)
+    for name in ("a", "b", "c"):
+        refused.put(1, name, 5, f"{name} is damaged")
+    assert [refused.get(1, name, 5) for name in ("a", "b", "c")] == [None, "b is damaged", "c is damaged"]
+    assert refused.get(1, "c", 6) is None
+    assert refused.get(2, "c", 5) is None
+    monkeypatch.setattr(listings, "AGAIN_SECONDS", 0.0)
+    refused.put(1, "c", 5, "c is damaged")
+    assert refused.get(1, "c", 5) is None
