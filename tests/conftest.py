@@ -63,7 +63,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     finally:
-        own, children = (now - start for now, start in zip(_cpu_seconds(), item.stash[_CPU_START], strict=True))
+        own, children = (
+            now - start for now, start in zip(_cpu_seconds(), item.stash[_CPU_START], strict=True)
+        )
         item.user_properties += [
             ("nodeid", item.nodeid),
             ("cpu_seconds", f"{own + children:.3f}"),

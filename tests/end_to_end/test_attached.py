@@ -27,6 +27,8 @@ from watchstep_rules import backtest_run, load
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 
+pytestmark = pytest.mark.ci
+
 WAIT = 120.0
 SOON = Bounds(flush_seconds=0.2, control_seconds=0.05)
 """Five segments a second: a service that shares two busy cores with others evaluates more only with growing delay."""
@@ -287,7 +289,6 @@ def train_until_taken(hook: Hook) -> Snapshot:
     raise AssertionError(f"nothing was asked for in {step} steps: {hook.health}")
 
 
-@pytest.mark.ci
 def test_collections_of_a_file_are_saved_on_s3_by_two_ranks_and_merged(s3: S3, tmp_path: Path) -> None:
     s3.make_bucket("runs")
     program, capture, out = tmp_path / "train.py", tmp_path / "capture.yaml", tmp_path / "out"

@@ -18,6 +18,8 @@ from watchstep_services.core.settings import Settings
 from watchstep_services.serve.embedded import EmbeddedService
 from watchstep_services.serve.launching import LaunchedProgram, launch_local
 
+pytestmark = pytest.mark.ci
+
 Launch = Callable[..., "Launched"]
 
 

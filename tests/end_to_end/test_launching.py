@@ -31,6 +31,8 @@ from watchstep_services.auth import create_token
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 
+pytestmark = pytest.mark.ci
+
 WATCHSTEP = Path(sys.executable).with_name("watchstep")
 SECONDS = 60.0
 
@@ -368,7 +370,6 @@ class Restarting:
         )
 
 
-@pytest.mark.ci
 def test_every_launch_trains_to_its_end_while_the_service_restarts(tmp_path: Path, rules: Path) -> None:
     store, numbers = tmp_path / "store", random.Random(5)
     names = [f"r{number}" for number in range(12)]

@@ -146,6 +146,7 @@ def test_what_must_last_is_on_a_volume() -> None:
     assert mounted == set(declared) == {"database", "objects"}
 
 
+@pytest.mark.ci
 def test_the_bucket_is_made_once(s3: S3) -> None:
     store = services()[ONE_SHOT]["environment"]["WATCHSTEP_STORE"]
     for _ in range(2):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from tests.sdk.programs import run_program
 from tests.sdk.training import small_model
-from watchstep import Run
+from watchstep import Hook, Run, open_run
+from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.documents import last_good
+from watchstep.store.store import Store
 
 
 class Classifier(nn.Module):
@@ -54,3 +59,29 @@ def column(run: Run, name: str, figure: str = "mean", mode: str = "train") -> di
     rows = run.tensor(name).statistics().to_pydict()
     entries = zip(rows["step"], rows[figure], rows["mode"], strict=True)
     return {step: value for step, value, row_mode in entries if row_mode == mode}
+
+
+def request_stop(hook: Hook, step: int) -> None:
+    """As the service does it: by the control document."""
+    attempt = hook._identity.attempt
+    stop = StopRequest(attempt, step, "nan_or_inf: 3 NaN")
+    hook._control_changed(ControlDocument().with_stop(stop), attempt)
+
+
+def run_of_ranks(folder: Path, program: str, ranks: int = 0) -> Run:
+    """The run that a program of two ranks recorded and stopped after step 2; of the replicas one has recorded weights."""
+    run_program(folder, program, folder, ranks=ranks)
+    (place,) = [found for found in (folder / "runs" / "default").iterdir() if found.is_dir()]
+    run = open_run(place)
+    assert {(end.worker, end.state, end.last_step) for end in run.ends()} == {
+        (rank, "stopped", 2) for rank in range(2)
+    }
+    return run
+
+
+def last_good_of(hook: Hook | None, judged: int = 3) -> tuple[Path, int]:
+    """The path and step of the last good checkpoint of a run that was judged up to a step."""
+    assert hook is not None
+    found = last_good(Store.open(hook.store_url).child(f"{hook.project}/{hook.run}"), judged)
+    assert found is not None
+    return Path(found.path), found.step

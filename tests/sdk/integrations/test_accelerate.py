@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sdk.integrations.models import column, loader
+from tests.sdk.integrations.models import column, last_good_of, loader, request_stop, run_of_ranks
 from tests.sdk.training import EVERY_STEP, small_model
 from watchstep import Hook, open_run
 from watchstep.errors import ConfigError
-from watchstep.format.control import ControlDocument, StopRequest
-from watchstep.format.documents import last_good
-from watchstep.store.store import Store
 
 accelerate: Any = pytest.importorskip(
     "accelerate", reason="ACCELERATE IS NOT INSTALLED: recording its loops is not proven by this run"
@@ -58,14 +52,6 @@ def train(accelerator: Any, model: Any, optimizer: Any, data: Any, hook: Hook) -
     return losses
 
 
-def request_stop(hook: Hook, step: int) -> None:
-    """As the service does it: by the control document."""
-    attempt = hook._identity.attempt
-    hook._control_changed(
-        ControlDocument().with_stop(StopRequest(attempt, step, "nan_or_inf: 3 NaN")), attempt
-    )
-
-
 def test_one_line_records_a_loop(tmp_path: Path) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     model, optimizer, data = prepared(accelerator)
@@ -92,19 +78,6 @@ def test_micro_batches_are_one_step_whose_loss_is_their_mean(tmp_path: Path) -> 
     hook.close()
     due = {10: sum(losses[:3]) / 3, 11: sum(losses[3:6]) / 3, 12: sum(losses[6:]) / 2}  # the last is short
     assert column(open_run(hook.run_url), "loss") == pytest.approx(due)
-
-
-def test_two_losses_have_two_names(tmp_path: Path) -> None:
-    accelerator = accelerate.Accelerator(cpu=True)
-    model, optimizer, data = prepared(accelerator)
-    hook = watch(accelerator, model, optimizer, store_url=tmp_path, config=EVERY_STEP)
-    for x, y in data:
-        accelerator.backward(nn.functional.cross_entropy(model(x), y))
-        accelerator.backward(model(x).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    hook.close()
-    assert {"loss", "loss_2"} <= set(open_run(hook.run_url).tensors())
 
 
 def test_a_loop_that_polls_stops_by_itself(tmp_path: Path) -> None:
@@ -135,34 +108,8 @@ assert not hook.health["faults"], hook.health["faults"]
 
 @pytest.mark.ci
 def test_ranks_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text(_RANKS)
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            program,
-            tmp_path,
-        ],
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    (folder,) = [found for found in (tmp_path / "runs" / "default").iterdir() if found.is_dir()]
-    run = open_run(str(folder))
+    run = run_of_ranks(tmp_path, _RANKS, ranks=2)
     assert run.tensor("0.weight").statistics().to_pydict()["step"] == [0, 1, 2]
-    assert {(end.worker, end.state, end.last_step) for end in run.ends()} == {
-        (0, "stopped", 2),
-        (1, "stopped", 2),
-    }
 
 
 @pytest.mark.parametrize(("judged_seconds", "remaining"), [(3600.0, 4), (0.0, 2)])
@@ -183,6 +130,5 @@ def test_its_rotation_leaves_what_may_be_the_last_good(
     assert not hook.health["faults"]
     assert len(list((tmp_path / "project" / "checkpoints").iterdir())) == remaining
     assert naming.total_limit == 1
-    found = last_good(Store.open(hook.store_url).child("default/r"), 3)
-    assert found is not None
-    assert (Path(found.path).name, found.step) == ("checkpoint_2", 2)
+    path, step = last_good_of(hook)
+    assert (path.name, step) == ("checkpoint_2", 2)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.sdk.integrations.models import column, loader
+from tests.sdk.integrations.models import column, last_good_of, loader, request_stop, run_of_ranks
 from tests.sdk.training import EVERY_STEP, small_model
 from watchstep import Hook, Run, StopTraining, open_run
-from watchstep.format.control import ControlDocument, StopRequest
-from watchstep.format.documents import last_good
-from watchstep.store.store import Store
 
 L: Any = pytest.importorskip(
     "lightning", reason="LIGHTNING IS NOT INSTALLED: its callback is not proven by this run"
@@ -98,11 +92,8 @@ class Asking(L.Callback):  # type: ignore[misc]
         self._callback, self._step = callback, step
 
     def on_train_start(self, *_: Any) -> None:
-        hook = self._callback.hook
-        assert hook is not None
-        attempt = hook._identity.attempt
-        stop = StopRequest(attempt, self._step, "nan_or_inf: 3 NaN")
-        hook._control_changed(ControlDocument().with_stop(stop), attempt)
+        assert self._callback.hook is not None
+        request_stop(self._callback.hook, self._step)
 
 
 def test_one_line_records_a_fit(tmp_path: Path) -> None:
@@ -244,24 +235,8 @@ assert not callback.hook.health["faults"], callback.hook.health["faults"]
 
 @pytest.mark.ci
 def test_ranks_that_lightning_launches_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text(_RANKS)
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, program, tmp_path],
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    (folder,) = [found for found in (tmp_path / "runs" / "default").iterdir() if found.is_dir()]
-    run = open_run(str(folder))
+    run = run_of_ranks(tmp_path, _RANKS)
     assert run.tensor("net.0.weight").statistics().to_pydict()["step"] == [0, 1, 2]
-    assert {end.worker for end in run.ends()} == {0, 1}
-    assert {(end.state, end.last_step) for end in run.ends()} == {("stopped", 2)}
     assert len(list((tmp_path / "watchstep").glob("*.ckpt"))) == 1
 
 
@@ -291,10 +266,7 @@ def test_its_rotation_leaves_what_may_be_the_last_good(
     assert not {"save_checkpoint"} & set(vars(fitted))
     assert not {"remove_checkpoint"} & set(vars(fitted.strategy))
     recorded(callback)
-    assert callback.hook is not None
-    found = last_good(Store.open(callback.hook.store_url).child("default/r"), 3)
-    assert found is not None
-    assert (Path(found.path), found.step) == (tmp_path / "checkpoints" / "step=3.ckpt", 2)
+    assert last_good_of(callback.hook) == (tmp_path / "checkpoints" / "step=3.ckpt", 2)
 
 
 def test_where_its_launcher_requests_a_checkpoint_the_program_ends_after_it(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.sdk.integrations.models import Classifier, Examples, column
+from tests.sdk.integrations.models import (
+    Classifier,
+    Examples,
+    column,
+    last_good_of,
+    request_stop,
+    run_of_ranks,
+)
 from tests.sdk.training import EVERY_STEP
 from watchstep import Hook, Run, StopTraining, open_run
 from watchstep.errors import ConfigError
-from watchstep.format.control import ControlDocument, StopRequest
-from watchstep.format.documents import last_good
-from watchstep.store.store import Store
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="TRANSFORMERS IS NOT INSTALLED: its callback is not proven by this run"
@@ -59,14 +60,6 @@ def recorded(callback: WatchstepCallback) -> Run:
     return open_run(callback.hook.run_url)
 
 
-def stopping_at(hook: Hook, step: int) -> None:
-    """As the service does it: by the control document."""
-    attempt = hook._identity.attempt
-    hook._control_changed(
-        ControlDocument().with_stop(StopRequest(attempt, step, "nan_or_inf: 3 NaN")), attempt
-    )
-
-
 class Asking(transformers.TrainerCallback):  # type: ignore[misc]
     """Asks for a stop once training has begun."""
 
@@ -75,7 +68,7 @@ class Asking(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         assert self._callback.hook is not None
-        stopping_at(self._callback.hook, self._step)
+        request_stop(self._callback.hook, self._step)
 
 
 def test_one_line_records_a_training(tmp_path: Path) -> None:
@@ -208,33 +201,8 @@ assert not callback.hook.health["faults"], callback.hook.health["faults"]
 
 @pytest.mark.ci
 def test_ranks_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text(_RANKS)
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            program,
-            tmp_path,
-        ],
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    (folder,) = [found for found in (tmp_path / "runs" / "default").iterdir() if found.is_dir()]
-    run = open_run(str(folder))
-    rows = run.tensor("net.0.weight").statistics().to_pydict()
-    assert rows["step"] == [0, 1, 2]  # of the replicas one records
-    assert {end.worker for end in run.ends()} == {0, 1}
-    assert {(end.state, end.last_step) for end in run.ends()} == {("stopped", 2)}
+    run = run_of_ranks(tmp_path, _RANKS, ranks=2)
+    assert run.tensor("net.0.weight").statistics().to_pydict()["step"] == [0, 1, 2]
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -251,14 +219,7 @@ def test_its_rotation_leaves_what_may_be_the_last_good(
     trained.train()
     assert saved_steps(tmp_path) == remaining
     assert trained.args.save_total_limit == 1
-    (found,) = [last_good(run_store(callback), 3)]
-    assert found is not None
-    assert (Path(found.path), found.step) == (tmp_path / "output" / "checkpoint-3", 2)
-
-
-def run_store(callback: WatchstepCallback) -> Store:
-    assert callback.hook is not None
-    return Store.open(callback.hook.store_url).child(f"{callback.hook.project}/{callback.hook.run}")
+    assert last_good_of(callback.hook) == (tmp_path / "output" / "checkpoint-3", 2)
 
 
 def test_where_its_launcher_requests_a_checkpoint_the_program_ends_after_it(
@@ -275,3 +236,32 @@ def test_where_its_launcher_requests_a_checkpoint_the_program_ends_after_it(
     assert saved_steps(tmp_path) == [2]
     (end,) = recorded(callback).ends()
     assert (end.state, end.last_step) == ("stopped", 1)
+
+
+def test_each_step_has_the_samples_that_the_model_got(tmp_path: Path) -> None:
+    """It fetches batches ahead; here with accumulation and evaluations."""
+    passes: list[Any] = []
+
+    class Observed(Classifier):
+        def forward(self, x: Any, labels: Any) -> Any:
+            if self.training:
+                passes.append(x.detach().clone())
+            return super().forward(x, labels)
+
+    callback = WatchstepCallback(str(tmp_path / "store"))
+    trainer(
+        tmp_path,
+        callback,
+        model=Observed(),
+        max_steps=5,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+    ).train()
+    examples = Examples(64)
+    inputs = torch.stack([examples[index]["x"] for index in range(64)])
+    truth = [[int((inputs == row).all(1).nonzero()[0, 0]) for row in batch] for batch in passes]
+    run = recorded(callback)
+    batches = [run.samples(step) for step in range(5)]
+    assert [len(found) for found in batches] == [2] * 5
+    assert [list(batch.ids) for found in batches for batch in found] == truth

@@ -53,6 +53,14 @@ class Audited:
         return text
 
 
+def exit_code(*arguments: str | Path) -> int:
+    """Audit, and return the exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
 @pytest.fixture
 def audit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
     """Audits a program of two steps."""
@@ -60,10 +68,8 @@ def audit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
     def run(program: str, *options: str, steps: int = 2) -> Audited:
         path = tmp_path / "train.py"
         path.write_text(textwrap.dedent(program))
-        with pytest.raises(SystemExit) as ended:
-            main(["--steps", str(steps), "--json", *options, "--", sys.executable, str(path)])
-        assert isinstance(ended.value.code, int)
-        return Audited(ended.value.code, json.loads(capfd.readouterr().out))
+        code = exit_code("--steps", str(steps), "--json", *options, "--", sys.executable, path)
+        return Audited(code, json.loads(capfd.readouterr().out))
 
     return run
 
@@ -99,10 +105,9 @@ def test_a_seed_of_the_audit_the_report_as_text_and_what_is_left(
     program = tmp_path / "train.py"
     program.write_text(PROLOGUE + MODEL + ORDER + TRAINING)
     folder = tmp_path / "kept"
-    with pytest.raises(SystemExit) as ended:
-        main(["--steps", "1", "--seed", "3", "--keep", str(folder), "--", sys.executable, str(program)])
+    options = ("--steps", "1", "--seed", "3", "--keep", folder)
+    assert exit_code(*options, "--", sys.executable, program) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert ended.value.code == 0
     assert lines[0].startswith("deterministic: 2 runs of 1 step(s), ")
     assert "seeds: watchstep.seed_all(3) seeded python, numpy, torch" in lines
     assert (folder / "reports-1" / "trace-0.zip").exists()
@@ -253,10 +258,8 @@ def test_a_run_that_ends_early_differs(
     early = f"    if second and step == 1:\n        {end}\n"
     loop = TRAINING.replace("    rows =", f"{early}    rows =", 1)
     program.write_text(f"{PROLOGUE}{SEEDED}{AGAIN}{MODEL}{ORDER}{loop}")
-    with pytest.raises(SystemExit) as ended:
-        main(["--", sys.executable, str(program)])
+    assert exit_code("--", sys.executable, program) == 1
     lines = capfd.readouterr().out.splitlines()
-    assert ended.value.code == 1
     assert lines[0].startswith("not deterministic: 2 runs of ")
     assert lines[1] == "cause: the runs end differently"
     assert "run 0: stopped by the audit after 3 step(s)" in lines
@@ -271,10 +274,9 @@ def test_a_run_that_fails_before_its_first_step_differs(
     program = tmp_path / "train.py"
     failing = "if not second:\n    raise SystemExit('no data')\n"
     program.write_text(f"{PROLOGUE}{SEEDED}{AGAIN}{failing}{MODEL}{ORDER}{TRAINING}")
-    with pytest.raises(SystemExit) as ended:
-        main(["--steps", "1", "--json", "--", sys.executable, str(program)])
+    assert exit_code("--steps", "1", "--json", "--", sys.executable, program) == 1
     report = json.loads(capfd.readouterr().out)
-    assert (ended.value.code, report["differs"]) == (1, True)
+    assert report["differs"]
     assert report["cause"]["what"] == "the runs end differently"
     first, second = report["ends"]
     assert (first["code"], first["steps"], first["stopped"], first["tail"]) == (1, {}, False, "no data")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sdk.wrapper.test_run_command import PROGRAM, watchstep
-from watchstep import open_run
+from tests.sdk.wrapper.test_run_command import PROGRAM, record, recorded
 from watchstep.format.layout import ATTEMPTS
 from watchstep.reading.run import Run
 
@@ -25,12 +24,7 @@ READS = "import os; print(os.environ.get('WATCHSTEP_CAPTURE'))"
 
 def run(folder: Path, program: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(program)
-    words = ("run", "--store", str(folder / "runs"), "--run", "r", *options)
-    return watchstep(*words, "--", sys.executable, folder / "train.py", **environment)
-
-
-def recorded(folder: Path) -> Run:
-    return open_run(folder / "runs" / "default" / "r")
+    return record(folder, sys.executable, folder / "train.py", options=options, **environment)
 
 
 def saved(folder: Path) -> set[str]:

@@ -66,6 +66,7 @@ def received(aws: Any, url: str) -> list[dict[str, Any]]:
     return list(answer.get("Messages", []))
 
 
+@pytest.mark.ci
 def test_a_queue_gets_the_event(aws: Any) -> None:
     url, arn = queue(aws, "alerts")
     assert send({"kind": "sqs", "queue_arn": arn}, delivery_context()).result == "done"

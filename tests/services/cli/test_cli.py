@@ -186,6 +186,7 @@ def started(
         process.stdout.close()
 
 
+@pytest.mark.ci
 def test_serve_is_detected_by_run_refuses_another_in_its_home_and_exits_cleanly(tmp_path: Path) -> None:
     with serving(tmp_path):
         note = json.loads((tmp_path / ".watchstep" / "service.json").read_text())
@@ -201,6 +202,7 @@ def test_serve_is_detected_by_run_refuses_another_in_its_home_and_exits_cleanly(
     assert not (tmp_path / ".watchstep" / "service.json").exists()
 
 
+@pytest.mark.ci
 def test_commands_without_a_store_use_the_only_service_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +236,7 @@ def test_commands_without_a_store_use_the_only_service_of_the_machine(
     assert "watchstep-runs does not exist" in run_command("runs", "list").stderr
 
 
+@pytest.mark.ci
 def test_serve_prints_alerts_with_explanations(tmp_path: Path) -> None:
     with serving(tmp_path) as process:
         with Hook(tmp_path, run="ill", project="vision") as hook:
@@ -257,6 +260,7 @@ def test_serve_prints_alerts_with_explanations(tmp_path: Path) -> None:
         assert "run vision/well: not found\n  hint: 'watchstep runs list', " in missing.stderr
 
 
+@pytest.mark.ci
 def test_serve_prints_the_actions_of_rules_and_failed_rules(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     query = "SELECT tensor FROM losses JOIN statistics USING (step) WHERE tensor::INTEGER > 0"

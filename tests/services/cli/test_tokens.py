@@ -135,6 +135,7 @@ def test_an_invalid_lifetime(expires: str) -> None:
     assert "90d" in done.stderr
 
 
+@pytest.mark.ci
 def test_tokens_through_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedService(load_settings(home=tmp_path / "home", store=str(tmp_path / "runs"))) as service:
         monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(service.database, "admin", "vision"))
@@ -175,6 +176,7 @@ def test_a_token_of_one_run_has_the_role_recorder() -> None:
     assert (done.exit_code, "recorder" in done.stderr) == (2, True)
 
 
+@pytest.mark.ci
 def test_an_operator_creates_a_token_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedService(load_settings(home=tmp_path / "home", store=str(tmp_path / "runs"))) as service:
         operator = create_token(service.database, "operator", "vision")

@@ -248,6 +248,7 @@ def test_a_password_in_a_url_that_cannot_be_used_is_not_told() -> None:
     assert "hunter2" not in str(redacted(caught.value))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "arguments",
     [

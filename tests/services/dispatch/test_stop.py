@@ -111,6 +111,7 @@ def test_a_job_that_ends_on_a_stop_request(driven_sqlite: Driven, tmp_path: Path
     assert done_event(driven_sqlite, run_id)["stopped_at_step"] == 8
 
 
+@pytest.mark.ci
 def test_a_program_that_does_not_listen_is_terminated_at_once(driven_sqlite: Driven, tmp_path: Path) -> None:
     driven = driven_sqlite.with_settings(grace_seconds=3600.0)
     recording = driven_sqlite.recording().begin(on_stop="ignore")

@@ -282,6 +282,7 @@ def test_a_tombstone_is_not_given_up(driven: Driven, s3: FaultyS3, tmp_path: Pat
     assert driven.finish(mirror.id).state == "failed", "nothing need be there any more"
 
 
+@pytest.mark.ci
 def test_a_stop_that_people_request_reaches_a_job_whose_store_refuses(s3: FaultyS3, tmp_path: Path) -> None:
     """The whole service, its threads and its API."""
     settings = load_settings(

@@ -121,6 +121,7 @@ def ended_with(driven: Driven, splits: list[int], *, restart: bool) -> tuple[Any
     return driven.findings(), driven.memories(), driven.alerts(run_id)
 
 
+@pytest.mark.ci
 def test_splits_and_restarts_change_nothing(tmp_path: Path, sqlite_factory: Any) -> None:
     results = []
     for number, (splits, restart) in enumerate(

@@ -31,6 +31,7 @@ from tests.services.notify.alerting import (
 from tests.services.recording import LAYERS, nan_from
 from watchstep.errors import NotFoundError, StoreError
 from watchstep.plots.alert_evidence import AlertEvidence
+from watchstep.reading.budget import ReadBudget
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.db.models import AlertInstanceRow, RunRow
@@ -129,6 +130,7 @@ def test_an_alert_about_no_tensor_has_no_picture(driven_sqlite: Driven) -> None:
         find_alert_to_draw(session, picture_name(driven_sqlite))
 
 
+@pytest.mark.ci
 def test_a_mail_carries_the_picture(driven_sqlite: Driven) -> None:
     with smtp_server() as smtp:
         driven = with_receiver(driven_sqlite.with_settings(picture_seconds=60.0), mail_to(smtp.port))
@@ -198,6 +200,7 @@ def test_there_is_no_link_without_a_public_url_a_key_or_by_setting(
     assert (b"Open the alert" in server.bodies[0]) is bool(driven.service.settings.public_url)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", ["store", "drawing", "database", "rows"])
 def test_no_notification_is_lost_because_a_picture_fails(
     driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -234,6 +237,8 @@ def test_a_notification_does_not_wait_for_a_picture_that_takes_long(
 
     monkeypatch.setattr(pictures, "alert_png", hang)
     monkeypatch.setattr(pictures, "_threads", functools.cache(PictureThreads))
+    # Reading has a limit of its own, which is not the one of this test.
+    monkeypatch.setattr(pictures, "ReadBudget", lambda _seconds, megabytes: ReadBudget(3600.0, megabytes))
     with smtp_server() as smtp:
         driven = with_receiver(driven_sqlite.with_settings(picture_seconds=0.05), mail_to(smtp.port))
         fire(driven)

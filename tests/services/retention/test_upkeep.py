@@ -220,6 +220,7 @@ def test_what_a_held_run_has_stays(driven_sqlite: Driven, folder_store: Store) -
     assert not list(recording.store.entries())
 
 
+@pytest.mark.ci
 def test_a_deletion_that_the_store_refused_is_ended_later(
     driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

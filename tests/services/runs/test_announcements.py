@@ -308,6 +308,7 @@ def test_announcements_beyond_what_may_wait_are_ignored_and_slow_the_recorder(an
     assert ("w0", 1) in segments
 
 
+@pytest.mark.ci
 def test_segments_after_one_that_was_read_are_accepted_beside_any_number_of_made_up_ones(
     announced: Announcing,
 ) -> None:

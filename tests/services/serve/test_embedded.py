@@ -70,6 +70,7 @@ def happened(service: EmbeddedService, kind: str) -> bool:
         return session.execute(select(EventRow).filter_by(type=f"io.watchstep.{kind}")).first() is not None
 
 
+@pytest.mark.ci
 def test_a_recorded_nan_stops_the_job(embedded: EmbeddedService, folder_store: Store, tmp_path: Path) -> None:
     recording = Recording(folder_store).begin(on_stop="raise")
     backend = embedded.service.backends["local"]
@@ -107,6 +108,7 @@ def test_a_recorded_nan_stops_the_job(embedded: EmbeddedService, folder_store: S
     assert stop.step == 8
 
 
+@pytest.mark.ci
 def test_a_run_that_nobody_announced_is_found(embedded: EmbeddedService, folder_store: Store) -> None:
     asked: dict[str, object] = {
         "rule": "exploding_gradient",
@@ -127,6 +129,7 @@ def test_a_run_that_nobody_announced_is_found(embedded: EmbeddedService, folder_
     assert {alert["name"] for alert in call(embedded, "GET", f"{RUN}/alerts")["alerts"]} >= {"mine"}
 
 
+@pytest.mark.ci
 def test_what_was_not_done_is_done_after_a_restart(settings: Settings, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
     recording.write(0, 0, 3)
@@ -183,6 +186,7 @@ def test_the_service_file_is_for_its_owner_only(settings: Settings) -> None:
         assert again.url != url or again.settings.port
 
 
+@pytest.mark.ci
 def test_it_leaves_no_thread_behind(settings: Settings) -> None:
     before = set(threading.enumerate())
     with EmbeddedService(settings) as service:
@@ -200,6 +204,7 @@ def test_bad_settings_are_told_and_leave_nothing(settings: Settings, tmp_path: P
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.ci
 def test_event_streams_close_with_the_service(settings: Settings) -> None:
     began, ended = threading.Event(), threading.Event()
     service = EmbeddedService(settings)

@@ -116,6 +116,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, 
     return seen
 
 
+@pytest.mark.ci
 def test_a_recorder_may_do_all_that_it_does(recorded: set[tuple[str, str]]) -> None:
     assert {verb for verb, _ in recorded} >= {"create", "parts", "get", "list"}
     base = "runs/team/vision/run-1/"

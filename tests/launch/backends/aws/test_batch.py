@@ -63,6 +63,7 @@ def submitted(stand_in: StandIn, operation: str = "SubmitJob") -> list[dict[str,
     return [call.body for call in stand_in.calls if call.operation == operation]
 
 
+@pytest.mark.ci
 def test_a_job_is_asked_for_as_its_settings_say(bench: Bench, batch: BatchStandIn, stand_in: StandIn) -> None:
     batch.holds = True
     held = changed(
@@ -159,6 +160,7 @@ def test_nodes_find_each_other(bench: Bench, batch: BatchStandIn, stand_in: Stan
     assert held.output_of(job) == b"2 0 127.0.0.1 0\n[node 1] 2 1 127.0.0.1 0\n"
 
 
+@pytest.mark.ci
 def test_what_was_stopped_stays_stopped_when_batch_starts_it_again(bench: Bench, batch: BatchStandIn) -> None:
     held = changed(bench, batch, attempts=5)
     (bench.folder / "store").mkdir()
@@ -245,6 +247,7 @@ def test_a_submission_without_an_answer(bench: Bench, stand_in: StandIn) -> None
     assert bench.backend.jobs() == []
 
 
+@pytest.mark.ci
 def test_what_batch_would_not_take_is_named(bench: Bench, batch: BatchStandIn, stand_in: StandIn) -> None:
     plain = Launch(("true",), {}, bench.folder, name="ws-refused")
     for launch, said in [

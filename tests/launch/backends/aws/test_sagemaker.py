@@ -80,6 +80,7 @@ def created(stand_in: StandIn) -> dict[str, Any]:
     return next(call.body for call in reversed(stand_in.calls) if call.operation == "CreateTrainingJob")
 
 
+@pytest.mark.ci
 def test_a_job_is_asked_for_as_its_settings_say(
     bench: Bench, sagemaker: SageMakerStandIn, stand_in: StandIn
 ) -> None:
@@ -203,6 +204,7 @@ def test_what_sagemaker_would_not_take_is_named(
         SageMaker(**{**SAGEMAKER, "role": "training"})
 
 
+@pytest.mark.ci
 def test_secrets_are_fetched_in_the_container(
     bench: Bench, sagemaker: SageMakerStandIn, stand_in: StandIn
 ) -> None:
@@ -234,6 +236,7 @@ def test_several_instances_find_each_other(bench: Bench, sagemaker: SageMakerSta
     assert held.output_of(job) == b"2 0 algo-1\n[algo-2] 2 1 algo-1\n"
 
 
+@pytest.mark.ci
 def test_what_was_stopped_stays_stopped_when_sagemaker_starts_it_again(
     bench: Bench, sagemaker: SageMakerStandIn
 ) -> None:

@@ -64,6 +64,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     held.close()
 
 
+@pytest.mark.ci
 def test_a_cluster_that_is_down_and_credentials_that_expired_are_told_apart(bench: Bench) -> None:
     job = bench.launch("import signal; signal.pause()")
     for name, error in (("down", BackendDownError), ("expired", CredentialsExpiredError)):

@@ -127,6 +127,7 @@ def test_settings_that_the_cluster_refuses(
     assert nothing_is_left(double)
 
 
+@pytest.mark.ci
 def test_rights_that_are_missing_are_told_and_nothing_is_left(double: Double, tmp_path: Path) -> None:
     double.forbidden = {("create", "secrets")}
     with pytest.raises(CredentialsExpiredError, match='cannot create resource "secrets"'):

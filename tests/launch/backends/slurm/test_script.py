@@ -59,6 +59,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
+@pytest.mark.ci
 @settings(max_examples=40)
 @given(
     arguments=st.lists(texts, max_size=5),

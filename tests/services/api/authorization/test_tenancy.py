@@ -194,6 +194,7 @@ def test_an_admin_of_one_project_cannot_access_stores(shared: Api) -> None:
     assert shared.status("GET", "/v1/projects/b", **own) == 403
 
 
+@pytest.mark.ci
 def test_projects_have_separate_locations(shared: Api, tmp_path: Path) -> None:
     wide = {"name": "wide", "url": str(tmp_path / "tenants"), "check": False}
     assert shared.status("POST", "/v1/stores", wide, role="admin") == 201
@@ -373,6 +374,7 @@ def test_a_backtest_evaluates_runs_of_its_project_only(shared: Api) -> None:
         assert refused.status_code == 404, name
 
 
+@pytest.mark.ci
 def test_a_registration_that_changes_takes_effect_without_a_restart(shared: Api, tmp_path: Path) -> None:
     (tmp_path / "tenants" / "new").mkdir()
     Recording(Store.open(tmp_path / "tenants" / "new"), project="a", run="moved").begin().write(0, 0, 3)

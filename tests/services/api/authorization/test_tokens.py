@@ -213,6 +213,7 @@ def test_an_operator_creates_a_token_that_records_its_run(run_api: RunTokenApi) 
     assert again.status == 200
 
 
+@pytest.mark.ci
 def test_another_run_looks_like_a_missing_one(run_api: RunTokenApi) -> None:
     token = run_api.create()
     run_api.data("POST", RUNS, run_api.operator, {"run": "hers"})
@@ -275,6 +276,7 @@ def test_an_operator_cannot_create_tokens_of_another_operators_run(run_api: RunT
     assert run_api("POST", MINE, run_api.api.token("operator", PROJECT), {}).status == 403
 
 
+@pytest.mark.ci
 def test_a_run_without_an_owner_is_taken_over_if_it_is_not_running(run_api: RunTokenApi) -> None:
     recorder = run_api.api.token("recorder", PROJECT)
     run_api.data("POST", RUNS, recorder, {"run": "mine"})
@@ -324,6 +326,7 @@ def test_a_run_token_is_deleted_with_its_run(run_api: RunTokenApi) -> None:
     assert not run_api.works(token), "the name is not the run"
 
 
+@pytest.mark.ci
 def test_a_run_token_outlives_the_expiry_but_not_the_revocation_of_its_creator(run_api: RunTokenApi) -> None:
     short = run_api.data(
         "POST", "/v1/tokens", run_api.admin, {"role": "admin", "name": "short", "lifetime_seconds": 3600}
@@ -374,6 +377,7 @@ def test_an_archived_project_gets_no_run_tokens(run_api: RunTokenApi) -> None:
     assert run_api("POST", MINE, run_api.operator, {}).status == 409
 
 
+@pytest.mark.ci
 def test_a_run_token_is_shown_once(run_api: RunTokenApi, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         token = run_api.create()

@@ -104,6 +104,7 @@ def test_very_many_lists_are_refused_before_they_are_parsed(api: Api) -> None:
         is_problem(send(api, content), 422, "lists and objects")
 
 
+@pytest.mark.ci
 def test_a_bomb_is_refused_by_every_route(api: Api) -> None:
     bomb = b'{"a":' * 2000 + b"1" + b"}" * 2000
     document = api.client.get("/openapi.json").json()
@@ -191,6 +192,7 @@ def test_a_header_that_is_ambiguous_is_refused(api: Api) -> None:
     assert api.client.request("GET", RUNS, headers=headers).status_code == 200
 
 
+@pytest.mark.ci
 def test_head_is_get_without_a_body(api: Api) -> None:
     """On every address, with a token and without, and also where GET is refused."""
     driven = api.driven.with_settings(failures_per_minute=0)

@@ -116,6 +116,7 @@ def test_other_alerts_of_the_run_are_listed(api: Api) -> None:
     assert back["fingerprint"] == answer["alert"]["fingerprint"]
 
 
+@pytest.mark.ci
 def test_what_happened_before_includes_the_learning_rate(exploding: Api) -> None:
     saved = Checkpoint("/checkpoints/150.pt", 150, "a1", 0, 10)
     store = exploding.driven.recording().store
@@ -254,6 +255,7 @@ def test_a_reload_reads_no_statistics(exploding: Api) -> None:
     assert exploding.status("GET", f"{path}?before=20", headers=conditional) == 200
 
 
+@pytest.mark.ci
 def test_an_unknown_alert_has_no_page(exploding: Api) -> None:
     answer = exploding.call("GET", f"{RUN}/alerts/{'0' * 32}/page", role="viewer")
     assert answer.status_code == 404

@@ -170,6 +170,7 @@ def test_receivers_of_the_owner_cannot_be_changed(keyed: Api) -> None:
     assert keyed.status("DELETE", f"{AT}/owned", role="admin") == 404
 
 
+@pytest.mark.ci
 def test_addresses_inside_are_refused(keyed: Api) -> None:
     for url in (
         "http://169.254.169.254/latest",

@@ -221,6 +221,7 @@ def test_a_rule_that_is_put_and_removed_changes_the_document_once(api: Api, reco
     assert on_store(recording.store) == ControlDocument(version=3)
 
 
+@pytest.mark.ci
 def test_answers_to_recorders_have_the_whole_document(api: Api, recording: Recording) -> None:
     """Recorders that announce their segments read the document from the answers, and not from the store."""
     api.call("PUT", f"{RUN}/rules/elements", ELEMENTS)

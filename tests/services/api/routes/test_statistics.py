@@ -166,6 +166,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.ci
 def test_disallowed_sql_is_refused(recorded: Api) -> None:
     for query in REFUSED:
         answer = sql(recorded, query)
@@ -173,6 +174,7 @@ def test_disallowed_sql_is_refused(recorded: Api) -> None:
         assert "root:" not in answer.text
 
 
+@pytest.mark.ci
 def test_a_too_slow_query_is_killed(recorded: Api) -> None:
     bounded = recorded.with_settings(query_seconds=0.5)
     many = "SELECT count(*) FROM statistics a, statistics b, statistics c, statistics d WHERE a.mean + b.mean < c.mean * d.mean"
@@ -183,6 +185,7 @@ def test_a_too_slow_query_is_killed(recorded: Api) -> None:
     assert sql(recorded, "SELECT count(*) FROM statistics").status_code == 200
 
 
+@pytest.mark.ci
 def test_a_query_with_too_much_memory_is_killed(recorded: Api) -> None:
     many = "SELECT median(a.mean + b.step) FROM statistics a, statistics b, (SELECT step FROM statistics LIMIT 5) c"
     answer = sql(recorded.with_settings(query_mb=16, query_seconds=60.0), many)
@@ -195,6 +198,7 @@ SPILLING = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("query", SPILLING)
 def test_a_query_that_would_spill_takes_too_much_memory(recorded: Api, query: str) -> None:
     answer = sql(recorded.with_settings(query_mb=32, query_seconds=60.0), query)
@@ -222,6 +226,7 @@ def hostile(first: str) -> str:
     return query
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("first", ["tensor", "'abcdefgh'"])
 def test_a_query_with_unlimited_memory_is_killed_and_does_not_affect_the_service(
     recorded: Api, first: str
@@ -268,6 +273,7 @@ def test_the_service_responds_during_a_query(recorded: Api, monkeypatch: pytest.
     assert sql(api, "SELECT 1").status_code == 200
 
 
+@pytest.mark.ci
 def test_a_query_that_ignores_interrupts_is_killed_with_its_process(
     recorded: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +306,7 @@ UNWRITABLE = [
 ]
 
 
+@pytest.mark.ci
 def test_a_value_without_a_json_form_is_reported_with_its_column(recorded: Api) -> None:
     for query in UNWRITABLE:
         answer = sql(recorded, query)
@@ -318,6 +325,7 @@ def test_a_value_without_a_json_form_is_reported_with_its_column(recorded: Api) 
     assert zoned.json()["rows"] == [[at, [at]]]
 
 
+@pytest.mark.ci
 def test_a_too_large_response_is_refused_before_it_is_read(recorded: Api) -> None:
     wide = f"SELECT {','.join(['1'] * 4900)} FROM statistics, (SELECT 1 FROM statistics LIMIT 12)"
     joined = " || ".join(["s"] * 60)
@@ -370,6 +378,7 @@ def test_queries_of_all_projects_leave_threads_for_other_requests() -> None:
         pass
 
 
+@pytest.mark.ci
 def test_new_data_is_visible(recorded: Api) -> None:
     assert get(recorded, "series", tensor="loss", figure="mean")["lines"][0]["last_step"][-1] == STEPS - 1
     recorded.driven.recording().write(3, STEPS, STEPS + 9)

@@ -65,6 +65,7 @@ def get(api: Api, what: str, **parameters: Any) -> Any:
     return api.get(f"{RUN}/{what}", **parameters)
 
 
+@pytest.mark.ci
 def test_a_heatmap_with_its_module_tree(recorded: Api, run: Run) -> None:
     heatmap = get(
         recorded, "heatmap", collection="gradients", figure="l2", reduce=["mean", "max"], first=30, last=110
@@ -201,6 +202,7 @@ def test_the_page_of_a_tensor(recorded: Api, folder_store: Store, run: Run) -> N
     assert get(recorded, "tensor", tensor=SECOND, rows=0)["histogram"] is None
 
 
+@pytest.mark.ci
 def test_the_neighbours_of_a_tensor(recorded: Api) -> None:
     neighbours = get(recorded, "tensor", tensor=SECOND, rows=0)["neighbours"]
     assert (neighbours["previous"], neighbours["next"]) == (FIRST, None)
@@ -265,6 +267,7 @@ def test_unchanged_views_read_no_statistics(
     assert new.headers["etag"] != first.headers["etag"]
 
 
+@pytest.mark.ci
 def test_a_compaction_changes_no_picture(recorded: Api, folder_store: Store) -> None:
     parameters = {"collection": "gradients", "figure": "l2", "points": 9}
     before = get(recorded, "heatmap", **parameters)

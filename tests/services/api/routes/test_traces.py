@@ -186,6 +186,7 @@ def test_a_timeline_has_all_operations(traced: Api) -> None:
     assert set(found["module"]) == set(found["phase"]) == {0}
 
 
+@pytest.mark.ci
 def test_a_timeline_has_a_limited_number_of_texts(traced: Api) -> None:
     count = MAX_TEXTS + 2
     operations = [operation(n, f"{n:04d}{'x' * 600}", [], []) for n in range(count)]
@@ -337,6 +338,7 @@ def test_edges_lead_from_the_last_writer_to_its_readers(
         assert edges == {edge for edge in expected if n in edge[:2]}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("tensors", [0, 5000])
 def test_the_memory_of_an_index_is_reserved(tensors: int) -> None:
     """The bound covers lines of many small tensors, and many small lines."""
@@ -380,6 +382,7 @@ def test_only_files_of_the_trace_are_read(traced: Api) -> None:
         assert ask(traced, f"/a1/0/5/6/source?file={quote(file)}").status_code == 404
 
 
+@pytest.mark.ci
 def test_a_dump_of_tensorflow(traced: Api) -> None:
     trace = read_debugger_v2(dump("graph-full_health"))
     traced.driven.recording().store.put(TraceKey("a1", 3, 0, 0).path, encode_trace(trace))

@@ -92,6 +92,7 @@ def test_a_run_like_the_earlier_ones_raises_no_alert(compared: Driven, folder_st
     assert compared.alerts(run_id) == {}
 
 
+@pytest.mark.ci
 def test_a_backtest_judges_an_attempt_by_the_baseline_that_was_pinned_to_it(
     compared: Driven, folder_store: Store
 ) -> None:
@@ -155,6 +156,7 @@ def test_an_attempt_keeps_having_no_baseline_once_it_was_judged_without(
     assert compared.alerts(run_id) == {}
 
 
+@pytest.mark.ci
 def test_runs_of_another_program_and_runs_with_alerts_do_not_count(
     compared: Driven, folder_store: Store
 ) -> None:
@@ -168,6 +170,7 @@ def test_runs_of_another_program_and_runs_with_alerts_do_not_count(
     assert compared.alerts(run_id) == {}
 
 
+@pytest.mark.ci
 def test_a_deliberate_change_becomes_part_of_the_baseline(compared: Driven, folder_store: Store) -> None:
     for number in range(3):
         recorded(compared, folder_store, f"sound-{number}")
@@ -195,6 +198,7 @@ def test_a_damaged_baseline_on_the_store_is_named_by_a_backtest(
     assert attempt.notes[-1] == "baselines/a1.json: not a baseline (ValidationError)"
 
 
+@pytest.mark.ci
 def test_a_baseline_of_the_rule_config_is_not_replaced(database: Database, folder_store: Store) -> None:
     own = {"tensors": {"loss": {"shape": [], "statistic": "mean", "phases": [[5.0, 6.0]]}}}
     config = replace_params(RULES[0], {"baseline": own})
@@ -210,6 +214,7 @@ def replace_params(config: RuleConfig, params: dict[str, object]) -> RuleConfig:
     return config.model_copy(update={"params": params})
 
 
+@pytest.mark.ci
 def test_the_order_of_arrival_changes_nothing(compared: Driven, folder_store: Store) -> None:
     for number in range(3):
         recorded(compared, folder_store, f"whole-{number}", program="whole.py")
@@ -222,6 +227,7 @@ def test_the_order_of_arrival_changes_nothing(compared: Driven, folder_store: St
     assert compared.alerts(parts) == compared.alerts(whole) != {}
 
 
+@pytest.mark.ci
 def test_a_store_that_takes_no_baseline_does_not_keep_a_run_from_being_judged(
     compared: Driven, folder_store: Store
 ) -> None:

@@ -233,6 +233,7 @@ def test_a_run_of_another_project_cannot_be_reached(folder_store: Store, name: s
         read_references(mine.store, "a1")
 
 
+@pytest.mark.ci
 def test_a_reference_may_be_on_another_store_of_the_project(
     sqlite: Database, folder_store: Store, tmp_path: Path
 ) -> None:

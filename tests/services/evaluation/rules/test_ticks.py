@@ -84,6 +84,7 @@ def begun(watch: Watch, folder_store: Store, **documents: Any) -> tuple[Recordin
     return recording, run_id
 
 
+@pytest.mark.ci
 def test_a_silent_run_is_woken_and_its_alert_fires_once(watch: Watch, folder_store: Store) -> None:
     _, run_id = begun(watch, folder_store)
     assert watch.until(55, run_id) == [10, 20, 30, 40, 50]
@@ -134,6 +135,7 @@ def stopped(session: Any, run_id: int) -> None:
 DOCUMENT = {"state": "completed", "last_step": 2, "writer": "w0", "reason": "", "ended_ns": 1, "found_ns": 1}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("over", [ended, newer, stopped])
 def test_an_attempt_that_is_over_is_never_silent(
     watch: Watch, folder_store: Store, over: Callable[[Any, int], None]

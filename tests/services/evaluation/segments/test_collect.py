@@ -196,6 +196,7 @@ def test_an_earlier_attempt_that_is_uploaded_late_is_not_the_newest(driven: Driv
     assert set(driven.segments(run_id).values()) == {"read"}
 
 
+@pytest.mark.ci
 def test_an_evaluation_reads_as_much_as_fits_into_memory(driven: Driven, recording: Recording) -> None:
     run_id = driven.register()
     keys = [recording.write(number, 200 * number, 200 * number + 199) for number in range(4)]
