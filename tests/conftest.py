@@ -63,9 +63,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     finally:
-        own, children = (
-            now - start for now, start in zip(_cpu_seconds(), item.stash[_CPU_START], strict=True)
-        )
+        before = item.stash[_CPU_START]
+        own, children = (now - then for now, then in zip(_cpu_seconds(), before, strict=True))
         item.user_properties += [
             ("nodeid", item.nodeid),
             ("cpu_seconds", f"{own + children:.3f}"),

@@ -153,12 +153,12 @@ class Driven:
         discover(self.service, run_id)
         self.settle(run_id)
 
-    def one(self, query: Select[tuple[T]]) -> T:
+    def one(self, query: Select[T]) -> T:
         """The only result of a query."""
         with self.service.database.read() as session:
             return session.execute(query).scalar_one()
 
-    def all(self, query: Select[tuple[T]]) -> list[T]:
+    def all(self, query: Select[T]) -> list[T]:
         """All results of a query."""
         with self.service.database.read() as session:
             return list(session.execute(query).scalars())

@@ -75,7 +75,7 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     program = tmp_path / "train.py"
     program.write_text(textwrap.dedent(body))
-    return record(tmp_path, sys.executable, program, *arguments, **environment)
+    return record(tmp_path, sys.executable, program, *arguments, options=(), **environment)
 
 
 def recorded(tmp_path: Path) -> Run:

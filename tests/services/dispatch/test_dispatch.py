@@ -16,10 +16,10 @@ from tests.services.driving import Driven
 from tests.services.jobs import eventually
 from tests.services.recording import PROJECT, Recording, nan_from
 from tests.services.stoppable import Stoppable
-from watchstep.errors import StoreError
+from watchstep.errors import StoreError, WatchstepError
 from watchstep.format.control import ControlDocument
 from watchstep.format.documents import OnStop
-from watchstep_launch.backend import BackendDownError, JobHandle, JobStatus
+from watchstep_launch.backend import Backend, BackendDownError, JobHandle, JobStatus
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.db.models import ActionRow, BoundJobRow, RunRow
@@ -84,7 +84,7 @@ def test_the_number_of_tries_is_limited(driven_sqlite: Driven) -> None:
 
 
 def stopping(
-    driven: Driven, backend: Stoppable, on_stop: OnStop = "raise", **settings: float
+    driven: Driven, backend: Backend, on_stop: OnStop = "raise", **settings: float
 ) -> tuple[Driven, Recording, int, int]:
     """A run on that backend that a rule stops; the run's id, and the stop's."""
     driven = Driven(replace(driven.service, backends={"far": backend})).with_settings(**settings)
@@ -109,7 +109,7 @@ class Away(Stoppable):
 
     here: bool = False
     running: bool = True
-    error: StoreError = field(
+    error: WatchstepError = field(
         default_factory=lambda: BackendDownError("job 7: the cluster does not answer", "try again")
     )
 
