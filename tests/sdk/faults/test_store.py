@@ -48,7 +48,7 @@ def upload_rest(root: Path) -> None:
 def test_a_store_that_fails(
     server: FaultyS3, whole: int, spill_root: Path, fault: Fault, begins: int
 ) -> None:
-    hook = hook_with(replace(Bounds(close_seconds=0.5), **({"flush_seconds": 0.01} if begins else {})))
+    hook = hook_with(Bounds(close_seconds=0.5, flush_seconds=0.01 if begins else Bounds().flush_seconds))
     if not begins:
         server.fault = fault
 
