@@ -15,7 +15,7 @@ import importlib
 import itertools
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import CellType, FrameType, FunctionType
+from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -96,21 +96,28 @@ class Attribute:
         self._is_absent = self.is_missing = self.place in absent
 
     def of(self, owner: Any, fallback: Any = None) -> Any:
-        """Return the attribute of an object that should have it, or the fallback, which health then states."""
+        """Return the attribute of an object that should have it, or the fallback, which health then states.
+
+        An object of a class of the program's own may lack it in any version: that is no fault of PyTorch.
+        """
         value = self.peek(owner, _MISSING)
-        return self._lacks(fallback) if value is _MISSING else value
+        return self._lacks(owner, fallback) if value is _MISSING else value
 
     def stored(self, owner: Any) -> Any:
         """Return the attribute that an object should store, without calling properties of its class; None without it."""
         value = _MISSING if self._is_absent else owner.__dict__.get(self.name, _MISSING)
-        return self._lacks(None) if value is _MISSING else value
+        return self._lacks(owner, None) if value is _MISSING else value
 
-    def _lacks(self, fallback: Any) -> Any:
-        if not self.is_missing:
+    def _lacks(self, owner: Any, fallback: Any) -> Any:
+        self.lacks(owner.__name__ if isinstance(owner, ModuleType) else type(owner).__module__)
+        return fallback
+
+    def lacks(self, module: str) -> None:
+        """Note that code of a module lacks it, if the module is PyTorch's: others may lack it in any version."""
+        if not self.is_missing and (self._is_absent or module.partition(".")[0] == "torch"):
             self.is_missing = True
             for health in tuple(_healths):
                 _note(health, self)
-        return fallback
 
     def peek(self, owner: Any, fallback: Any = None) -> Any:
         """Return the attribute of an object that need not have it."""
@@ -272,7 +279,7 @@ def offset_of_shard(shape: Sequence[int], mesh: Any, placements: Any) -> Sequenc
             continue
         if (compute := _shard_offset.peek(module)) is not None:
             return tuple(compute(shape, mesh, placements)[1])
-    _shard_offset.of(None)
+    _shard_offset.lacks("torch")
     return None
 
 
@@ -459,6 +466,10 @@ _initial_scale = Attribute(
 )
 
 
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def step_body(wrapper: FrameType) -> Any:
     """Return the body of a step that has begun, by the frame of PyTorch's wrapper of ``step``; None if unknown."""
     return None if _step_body.is_missing else wrapper.f_locals.get(_step_body.name)
@@ -473,7 +484,7 @@ def step_body_cell(optimizer: Optimizer, wrapper: FrameType) -> CellType | None:
     """
     names, body = wrapper.f_code.co_freevars, step_body(wrapper)
     if _step_body.name not in names or not callable(body):
-        _step_body.of(None)
+        _step_body.lacks(_module_of(wrapper))
         return None
     place = names.index(_step_body.name)
     for function in _functions(optimizer, wrapper):
@@ -499,7 +510,7 @@ def _functions(optimizer: Optimizer, wrapper: FrameType) -> Iterator[FunctionTyp
 def steps(frame: FrameType, optimizer: Optimizer) -> bool | None:
     """Return whether a frame of PyTorch's wrapper of ``step`` runs a step of an optimizer; None if unknown."""
     if _step_owner.is_missing or _step_owner.name not in frame.f_code.co_varnames:
-        _step_owner.of(None)
+        _step_owner.lacks(_module_of(frame))
         return None
     return frame.f_locals.get(_step_owner.name) is optimizer
 
@@ -516,7 +527,7 @@ def clipping_functions(clip_grad: Any) -> dict[str, CellType]:
         function = getattr(clip_grad, name, None) if called is None else called
         names = getattr(getattr(function, "__code__", None), "co_freevars", ())
         if body.is_missing or body.name not in names:
-            body.of(None)
+            body.lacks(getattr(function, "__globals__", {}).get("__name__", ""))
         elif callable((cell := function.__closure__[names.index(body.name)]).cell_contents):  # type: ignore[union-attr]
             cells[name if called is None else _clip_with_norm.name] = cell
     return cells

@@ -163,8 +163,19 @@ def test_an_optimizer_that_calls_hooks_by_itself_is_stopped_but_not_skipped(
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     hook = skipping(tmp_path, model, optimizer, run="skip")
     trained([hook], optimizer, model, bad=1)
+    hook.close()
+    assert list(hook.health["notes"]) == ["updates"]
     assert "Own calls hooks by itself" in hook.health["notes"]["updates"]
     assert "skipped_updates" not in hook.health["counts"]
+    # It is no fault of PyTorch: updates of its optimizers are still skipped.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = skipping(tmp_path, model, optimizer, run="theirs")
+    trained([hook], optimizer, model, bad=1)
+    hook.close()
+    assert hook.health["counts"]["skipped_updates"] == 1
 
 
 # The ranks have no common launcher, as under mpirun, so each has an attempt of its own.
