@@ -6,6 +6,8 @@ import base64
 import json
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import yaml
 
 import watchstep
 from docs import tables
+from tests.docs.warmed import WarmedProcess
 from tests.processes import run_python
 from watchstep.capture.document import document as capture_document
 from watchstep_rules.rule_files import rule_file
@@ -57,14 +60,24 @@ def test_the_schema_of_receivers_is_as_the_code_says() -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def warmed() -> Iterator[WarmedProcess]:
+    with closing(WarmedProcess()) as process:
+        yield process
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
 )
-def test_examples_run(page: Path, tmp_path: Path) -> None:
+def test_examples_run(page: Path, tmp_path: Path, warmed: WarmedProcess) -> None:
     program = tmp_path / "example.py"
-    program.write_text("\n".join(blocks(page, "python")), encoding="utf-8")
-    run_python("-W", "error", program, cwd=tmp_path, timeout=120)
+    text = "\n".join(blocks(page, "python"))
+    program.write_text(text, encoding="utf-8")
+    if "watchstep_services" in text or "watchstep_launch" in text:  # they start processes and threads of their own
+        run_python("-W", "error", program, cwd=tmp_path, timeout=120)
+    else:
+        warmed.run(program, tmp_path)
 
 
 @pytest.mark.ci

@@ -10,7 +10,7 @@ from benchmarks.estimator.launches import BAD_STEP, SECONDS, Place, launch, miss
 from watchstep_launch import Estimator
 from watchstep_rules import non_finite_values
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.release
 
 
 @pytest.mark.parametrize("kind", ["slurm", "ray"])

@@ -40,7 +40,7 @@ from watchstep_services.db.engine import open_database
 from watchstep_services.serve.embedded import EmbeddedService
 from watchstep_services.stores.role import ScopedCredentials, scoped_credentials
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.release
 ROLE = "arn:aws:iam::123456789012:role/watchstep"
 STORE = "s3://runs/tenants"
 
