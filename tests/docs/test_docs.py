@@ -74,7 +74,9 @@ def test_examples_run(page: Path, tmp_path: Path, warmed: WarmedProcess) -> None
     program = tmp_path / "example.py"
     text = "\n".join(blocks(page, "python"))
     program.write_text(text, encoding="utf-8")
-    if "watchstep_services" in text or "watchstep_launch" in text:  # they start processes and threads of their own
+    if (
+        "watchstep_services" in text or "watchstep_launch" in text
+    ):  # they start processes and threads of their own
         run_python("-W", "error", program, cwd=tmp_path, timeout=120)
     else:
         warmed.run(program, tmp_path)

@@ -59,8 +59,9 @@ def described(run: Any, name: str) -> Any:
     return next(info for info in run.catalogue if info.name == name)
 
 
-ROUNDS_OTHERWISE = {"with_nnx"}
-"""XLA computes the gradient of a layer with one output in the update of its weight, unless the gradient is an output, too."""
+ROUNDS_OTHERWISE = {"with_nnx", "scanned_steps"}
+"""XLA fuses what it computes into the update of a weight unless it is an output, too: the gradient of a layer with one output, and on some
+processors (AMD EPYC) gradients in a scan."""
 
 ON_DEVICE = ("plain", "accumulated", "with_nnx", "without_jit")
 
@@ -75,7 +76,7 @@ def test_a_recorded_program_computes_the_same_losses(
     losses, _, _ = recorded(tmp_path, programs.PROGRAMS[name], figures=figures)
     if name in ROUNDS_OTHERWISE:
         numbers, plain = (list(map(float.fromhex, texts)) for texts in (losses, plain_losses[name]))
-        assert numbers == pytest.approx(plain, rel=1e-6)
+        assert numbers == pytest.approx(plain, rel=1e-5)
     else:
         assert losses == plain_losses[name]
 
