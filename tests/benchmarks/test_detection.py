@@ -311,6 +311,7 @@ def test_a_bound_separates_sound_from_faulty(
     assert [quality.expected for quality in training.qualities] == [expected]
 
 
+@pytest.mark.ci
 def test_a_program_is_recorded_judged_and_witnessed() -> None:
     (sound, faulty) = run_here(Task("nan_in_a_column", (0,), (False, True), "default"))
     assert not sound.unexpected

@@ -113,6 +113,7 @@ def test_helm_finds_nothing_to_complain_of(helm: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kubernetes_schemas(variant: str, manifests: dict[str, list[dict[str, Any]]]) -> None:
     kinds = set()

@@ -42,6 +42,7 @@ def test_the_file_follows_the_compose_specification() -> None:
     Draft202012Validator(schema).validate(yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8")))
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose IS NOT INSTALLED")
 def test_docker_compose_reads_it_as_the_tests_do(tmp_path: Path) -> None:
     (tmp_path / "empty.env").touch()

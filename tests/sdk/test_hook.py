@@ -262,6 +262,7 @@ UNTIL_WRITTEN = """
     """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("body", "code", "error", "state", "reason"),
     [
@@ -283,6 +284,7 @@ def test_a_program_that_does_not_close_its_hook_ends_as_without_it(
     assert code != 0 or run.steps() == [0]
 
 
+@pytest.mark.ci
 def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
     done = run_program(
         tmp_path,

@@ -113,6 +113,7 @@ def trained_on_labels(hook: Hook, *, exchanged: bool) -> None:
         hook.step()
 
 
+@pytest.mark.ci
 def test_two_classes_whose_labels_are_mixed_up_and_the_twin(tmp_path: Path) -> None:
     torch.manual_seed(0)
     late: dict[str, object] = {"from_step": 250, "examples": 100}

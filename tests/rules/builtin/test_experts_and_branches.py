@@ -97,12 +97,14 @@ def alarms(folder: Path, **options: Any) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("computes_all", [False, True])
 def test_an_expert_without_examples_raises_no_alarm(computes_all: bool, tmp_path: Path) -> None:
     assert alarms(tmp_path / "always", computes_all=computes_all) == {}
     assert alarms(tmp_path / "later", computes_all=computes_all, starved_from=30) == {}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("detached_from", "starved_from", "rule"), [(0, 0, "weight_not_updating"), (30, 30, "gradients_cease")]
 )
@@ -120,6 +122,7 @@ SOON = RuleConfig(rule="starved_expert", params={"records": 3})
 EXPERTS = 4
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("computes_all", [False, True])
 def test_an_expert_without_examples_is_reported_once(computes_all: bool, tmp_path: Path) -> None:
     assert DEFAULT.severity == "info"
@@ -218,6 +221,7 @@ class Branches(nn.Module):
         return self.main(hidden), self.other(hidden)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ends", [0, 40])
 @pytest.mark.parametrize("is_auxiliary", [True, False])
 def test_a_branch_that_is_computed_and_not_used_raises_no_alarm(

@@ -297,6 +297,7 @@ def test_an_empty_validation_slice_is_no_damage(tmp_path: Path, name: str) -> No
     assert train(tmp_path, step_of) == ([], [])
 
 
+@pytest.mark.ci
 def test_an_unwatched_model_may_contain_nan(tmp_path: Path) -> None:
     other = network()
     other[0].weight.data.fill_(NAN)  # type: ignore[operator,union-attr,unused-ignore]
@@ -562,6 +563,7 @@ def test_weights_that_are_nan_from_the_start_are_damage_after_fifty_steps(tmp_pa
     assert result.warnings
 
 
+@pytest.mark.ci
 def test_fifty_steps_that_a_scaler_skips_in_a_row_are_damage(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu")
 

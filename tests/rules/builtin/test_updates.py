@@ -262,6 +262,7 @@ def trained_until(
         optimizer.zero_grad()
 
 
+@pytest.mark.ci
 def test_a_loop_whose_optimizer_steps_no_more(tmp_path: Path) -> None:
     (finding,) = evaluate_training(trained_until, RULE, tmp_path)
     assert (finding.step, finding.tensor, finding.value) == (UPDATED, "updates:overdue", 200.0)
@@ -271,6 +272,7 @@ def test_a_loop_whose_optimizer_steps_no_more(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.ci
 def test_the_alert_ends_when_the_optimizer_steps_again(tmp_path: Path) -> None:
     with Hook(tmp_path, config=EVERYTHING) as hook:
         trained_until(hook, again=3)
@@ -282,6 +284,7 @@ def test_the_alert_ends_when_the_optimizer_steps_again(tmp_path: Path) -> None:
     assert rows.statistics.mean.tolist() == [200.0, 0.0]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "how",
     [
@@ -477,6 +480,7 @@ def trained_with_schedule(
             scheduler.step()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_trainings_whose_learning_rate_or_weight_decay_jumps(optimizer: str, tmp_path: Path) -> None:
     for jump, latest in (("lr", 110), ("weight_decay", 239)):
@@ -508,6 +512,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_schedules_are_ignored(name: str, tmp_path: Path) -> None:
     outcome = evaluate_training(

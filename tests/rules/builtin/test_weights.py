@@ -234,6 +234,7 @@ def symmetric(folder: Path, *constant: int, value: float = CONSTANT, adam: bool 
     return {finding.tensor for finding in findings}
 
 
+@pytest.mark.ci
 def test_layers_that_begin_at_one_number_and_their_twins(tmp_path: Path) -> None:
     for adam in (False, True):
         assert symmetric(tmp_path / f"a{adam}", 0, 2, 4, adam=adam) == {"0.weight", "2.weight"}
@@ -289,11 +290,13 @@ def absent(folder: Path, *, late: bool, frozen: bool = False, average: bool = Fa
     return [(finding.step, finding.tensor) for finding in findings]
 
 
+@pytest.mark.ci
 def test_a_layer_that_is_made_after_the_optimizer_and_its_twin(tmp_path: Path) -> None:
     assert absent(tmp_path / "a", late=True) == [(step, "2.weight:not_in_optimizer") for step in (75, 100)]
     assert absent(tmp_path / "b", late=False) == []
 
 
+@pytest.mark.ci
 def test_what_is_frozen_or_moved_by_hand_is_ignored(tmp_path: Path) -> None:
     assert absent(tmp_path / "a", late=True, frozen=True) == []
     assert absent(tmp_path / "b", late=True, average=True) == []
@@ -326,18 +329,21 @@ def part(*places: int) -> Left:
     return lambda model: [parameter for place in places for parameter in model[place].parameters()]
 
 
+@pytest.mark.ci
 def test_a_head_that_is_trained_alone_is_reported_only_if_requested(tmp_path: Path) -> None:
     assert names(tmp_path / "a", part(4)) == set()
     trunk = {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert names(tmp_path / "b", part(4), strict=True) == trunk
 
 
+@pytest.mark.ci
 def test_layers_between_others_and_biases_beside_weights(tmp_path: Path) -> None:
     assert names(tmp_path / "a", part(0, 4)) == {"2.weight"}
     weights: Left = lambda model: [parameter for parameter in model.parameters() if parameter.dim() > 1]  # noqa: E731
     assert names(tmp_path / "b", weights) == {"0.bias", "2.bias", "4.bias"}
 
 
+@pytest.mark.ci
 def test_optimizers_that_alternate_have_their_own_parameters(tmp_path: Path) -> None:
     def by_turns(step: int, optimizers: list[optim.Optimizer]) -> None:
         if step == 110:
@@ -347,6 +353,7 @@ def test_optimizers_that_alternate_have_their_own_parameters(tmp_path: Path) -> 
     assert names(tmp_path / "never yet", part(0, 4), part(2)) == set()
 
 
+@pytest.mark.ci
 def test_what_is_taken_out_of_a_group_in_mid_run(tmp_path: Path) -> None:
     def once(step: int, optimizers: list[optim.Optimizer]) -> None:
         if step == 40:
@@ -357,6 +364,7 @@ def test_what_is_taken_out_of_a_group_in_mid_run(tmp_path: Path) -> None:
     assert names(tmp_path, everything, each=once) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
+@pytest.mark.ci
 def test_an_optimizer_of_another_model_in_the_place_of_the_first(tmp_path: Path) -> None:
     def train(hook: Hook) -> None:
         torch.manual_seed(0)
@@ -379,6 +387,7 @@ def test_an_optimizer_of_another_model_in_the_place_of_the_first(tmp_path: Path)
     assert outcome[0].step == 125
 
 
+@pytest.mark.ci
 def test_one_fault_is_one_report(tmp_path: Path) -> None:
     with Hook(tmp_path, run="run", config=CaptureConfig()) as hook:
         trained_with_head(hook, late=True)

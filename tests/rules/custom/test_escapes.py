@@ -171,6 +171,7 @@ def test_no_descriptor_of_the_parent_is_open(tmp_path: Path) -> None:
     assert int(result.findings[0].message) <= 6
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -208,6 +209,7 @@ def test_no_thread_is_started() -> None:
 SEND = "from watchstep_rules.custom.sandbox.protocol import _HEAD as HEAD, pack\nfrom watchstep_rules.custom.sandbox.protocol import FoundRow, pack_findings\nfor number in range(3, 12):\n    try: os.write(number, {})\n    except OSError: pass\n"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -73,6 +73,7 @@ def test_what_the_class_needs_holds() -> None:
     assert rule.needed(params) == Needs(("gradients",), probes=("update_ratio",))
 
 
+@pytest.mark.ci
 def test_a_class_that_looks_into_histograms_reports_it() -> None:
     source = LOUD.replace(
         "        findings = []\n", "        findings = []\n        block.statistics.histogram.bins\n", 1
@@ -97,6 +98,7 @@ def test_splitting_a_run_changes_no_finding(events: list[Event], data: st.DataOb
     assert outcome.memory.health is not RuleHealth.ERROR, outcome.memory.problem
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("most", [1, 3, 5, 7])
 @pytest.mark.parametrize("merge", ["watermark", "per_worker"])
 def test_a_large_block_is_sent_in_parts(most: int, merge: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +133,7 @@ class Odd(Rule[Params, OddState]):
 )
 
 
+@pytest.mark.ci
 def test_a_class_reports_what_it_could_not_judge_and_its_state_of_floats_reads_back() -> None:
     outcome = all_at_once(python(ODD.format("declared"), "Odd"), ROWS)
     assert (outcome.memory.health, outcome.memory.problem) == (RuleHealth.ERROR, "one step was not judged")
@@ -139,11 +142,13 @@ def test_a_class_reports_what_it_could_not_judge_and_its_state_of_floats_reads_b
     assert outcome.memory.evaluated_rows == len(ROWS)
 
 
+@pytest.mark.ci
 def test_a_state_that_would_read_back_as_another_is_refused() -> None:
     outcome = all_at_once(python(ODD.format("whatever"), "Odd"), ROWS)
     assert "its state has NaN or infinity where no float is declared" in outcome.memory.problem
 
 
+@pytest.mark.ci
 def test_state_of_another_version_is_made_anew() -> None:
     config = loud()
     rule, params = config.implementation, config.parameters
@@ -173,6 +178,7 @@ def refusal(**params: object) -> str:
     return str(caught.value)
 
 
+@pytest.mark.ci
 def test_what_is_wrong_is_reported_when_it_is_configured() -> None:
     assert "set file or module" in refusal(**{"class": "Loud"})
     assert "not both" in refusal(source=LOUD, module="json", **{"class": "Loud"})
@@ -185,6 +191,7 @@ def test_what_is_wrong_is_reported_when_it_is_configured() -> None:
     assert "at most 262144" in refusal(source="#" * 300_000, **{"class": "Loud"})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -200,6 +207,7 @@ def test_what_a_class_says_of_itself_is_held_to_bounds(change: str, message: str
     assert message in refusal(source=f"{LOUD}\nclass Other(Loud):\n    {change}\n", **{"class": "Other"})
 
 
+@pytest.mark.ci
 def test_a_rule_of_an_installed_package_is_loaded_by_its_module() -> None:
     config = RuleConfig(
         rule="python", params={"module": "watchstep_rules.builtin.gradients.nan_or_inf", "class": "NanOrInf"}
@@ -211,6 +219,7 @@ def test_a_rule_of_an_installed_package_is_loaded_by_its_module() -> None:
 FILE = "rules:\n  - rule: python\n    name: loud\n    params: {file: mine/loud.py, class: Loud, params: {threshold: 3.0}}\n"
 
 
+@pytest.mark.ci
 def test_the_source_is_put_in_when_the_rule_file_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "loud.py").write_text(LOUD, encoding="utf-8")
@@ -265,6 +274,7 @@ def test_the_setting_demands_a_level() -> None:
         confinement.set_demand(None)
 
 
+@pytest.mark.ci
 def test_where_they_are_refused_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     config = loud(threshold=4.5)
     monkeypatch.setenv(confinement.VARIABLE, "refuse")
@@ -281,6 +291,7 @@ def program(file: str, source: str = LOUD) -> SandboxedRule:
     return SandboxedRule("Loud", file, source, "", 512)
 
 
+@pytest.mark.ci
 def test_a_child_that_was_killed_while_idle_is_replaced_at_once() -> None:
     pool_ = Pool()
     with pool_.child(program("killed.py")) as first:
@@ -314,6 +325,7 @@ def test_a_child_that_dies_repeatedly_is_restarted_with_increasing_delay(
         now[0] += 0.2
 
 
+@pytest.mark.ci
 def test_a_death_for_one_project_delays_no_other_project(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_now", lambda: 1000.0)
     pool_ = Pool()
@@ -341,6 +353,7 @@ def test_only_some_children_wait() -> None:
     assert not any(child.alive for child in children)
 
 
+@pytest.mark.ci
 def test_a_forked_process_leaves_its_parents_children_alone() -> None:
     pool_ = Pool()
     with pool_.child(program("forked.py")) as child:
@@ -356,6 +369,7 @@ def test_a_forked_process_leaves_its_parents_children_alone() -> None:
     pool_.close()
 
 
+@pytest.mark.ci
 def test_a_program_that_cannot_be_loaded_is_not_retried_at_once() -> None:
     pool_ = Pool()
     for message in ("no class 'Loud'", "started again in"):
@@ -385,6 +399,7 @@ def take(body: str, memory_mb: int) -> Outcome:
     return all_at_once(python(LARGE, "Take", params={"body": body}, memory_mb=memory_mb), ROWS)
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say how much is in use")
 def test_the_bound_on_memory_is_what_it_says() -> None:
     assert take("data = bytearray(32 << 20)", 64).memory.health is RuleHealth.OK
@@ -396,6 +411,7 @@ def test_the_bound_on_memory_is_what_it_says() -> None:
     assert take("data = bytearray(200 << 20)", 256).memory.health is RuleHealth.OK
 
 
+@pytest.mark.ci
 def test_a_rule_that_needs_more_memory_than_the_limit_is_not_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -420,6 +436,7 @@ for number in range(3, 12):
 """
 
 
+@pytest.mark.ci
 def test_a_long_reply_costs_the_parent_no_memory() -> None:
     """30 MB of JSON that are 857 MiB when they are parsed."""
     calm = take("pass", 512)
@@ -492,6 +509,7 @@ threading.Thread(target=start).start()
 """
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
 def test_children_die_with_a_parent_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHANED], stdout=subprocess.PIPE) as parent:
@@ -507,6 +525,7 @@ def test_children_die_with_a_parent_that_is_killed() -> None:
             os.close(child)
 
 
+@pytest.mark.ci
 def test_a_child_outlives_the_thread_that_started_it() -> None:
     pool_ = Pool()
     pids: list[int] = []

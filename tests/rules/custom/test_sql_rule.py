@@ -156,6 +156,7 @@ QUERIES = (
 )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("query", "window"), QUERIES, ids=range(len(QUERIES)))
 @settings(max_examples=6)
 @given(events=runs(), data=st.data())
@@ -443,6 +444,7 @@ def test_a_query_that_takes_any_amount_of_memory_for_a_constant_is_ended_when_it
     assert all_at_once(sql(LOUD), ROWS).memory.health is RuleHealth.OK
 
 
+@pytest.mark.ci
 def test_a_query_that_cannot_be_interrupted_is_ended_with_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -487,6 +489,7 @@ ENDLESS = (
 """It ends for one row, and not within days for the rows of a window."""
 
 
+@pytest.mark.ci
 def test_rules_that_take_longer_than_an_evaluation_allows_leave_the_rest_unjudged() -> None:
     block = in_steps(norms("first", [3.0] * 6))
     with limited_rule_time(0.5) as rule_time:

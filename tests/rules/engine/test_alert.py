@@ -256,6 +256,7 @@ def test_later_steps_and_less_likely_causes_change_nothing() -> None:
     assert named(follow(NAN, [[REDUCED], [worse]])) == (5, 0, GRADIENT.name)
 
 
+@pytest.mark.ci
 @settings(max_examples=examples(60))
 @given(
     st.lists(

@@ -413,6 +413,7 @@ def of_roles(block: Block, roles: tuple[str, ...], others: bool) -> Block:
     )
 
 
+@pytest.mark.ci
 @given(runs(), st.integers(-1, 24), st.integers(0, 8))
 def test_rows_that_rules_share_are_those_that_each_would_take_alone(
     events: list[Event], before: int, further: int
@@ -451,6 +452,7 @@ def all_workers(step: int, value: float) -> Block:
     return block_of([Row(step, info, [value], worker=worker) for worker in range(WORKERS) for info in infos])
 
 
+@pytest.mark.ci
 def test_an_alert_about_more_series_than_the_limit_fires_for_the_first_cause_and_resolves() -> None:
     bad = all_workers(3, NAN)
     verdict = judge(CONFIG, RuleMemory(), Block.empty(), bad, JudgingProgress(-1, 3, 0))

@@ -112,6 +112,7 @@ def test_unchanged_tensor() -> None:
     )
 
 
+@pytest.mark.ci
 def test_loss_not_decreasing() -> None:
     name = "LossNotDecreasing"
     assert found(name, losses(1.0, 0.9995, 0.999, 0.9985, every=10)) == [10, 20, 30]

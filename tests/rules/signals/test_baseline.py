@@ -226,6 +226,7 @@ def test_the_worker_that_deviates_is_named() -> None:
     assert deviation.worker == 2
 
 
+@pytest.mark.ci
 @settings(max_examples=30, deadline=None)
 @given(
     order=st.randoms(use_true_random=False),

@@ -207,6 +207,7 @@ def test_a_value_is_made_once_for_a_catalogue_and_a_key() -> None:
     assert values.get(second, "key", object) is not entry
 
 
+@pytest.mark.ci
 def test_catalogues_stay_up_to_a_total_size() -> None:
     size = sum(info.memory for info in catalogue("n" * 1000))
     values: CatalogueCache[object] = CatalogueCache(most_bytes=3 * size)
@@ -220,6 +221,7 @@ def test_catalogues_stay_up_to_a_total_size() -> None:
     assert [end() is not None for end in ends] == [False, False, True, True, True]
 
 
+@pytest.mark.ci
 def test_a_catalogue_of_more_than_half_the_room_does_not_stay() -> None:
     values: CatalogueCache[object] = CatalogueCache(most_bytes=10_000)
     large = catalogue("n" * 8000)

@@ -212,6 +212,7 @@ def put(store: Store, *checkpoints: Checkpoint) -> None:
         store.put(checkpoint.key, checkpoint.encode())
 
 
+@pytest.mark.ci
 def test_a_hook_notes_what_the_program_saved(tmp_path: Path) -> None:
     hook = Hook(tmp_path, run="r", project="p")
     for step in range(5):

@@ -30,6 +30,7 @@ def size_of(png: bytes) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.ci
 def test_the_picture_is_small() -> None:
     png = alert_png(EVIDENCE)
     assert size_of(png) == (800, 400)

@@ -55,6 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return open_run(folder / "default" / "r")
 
 
+@pytest.mark.ci
 def test_a_run_is_drawn(run: Run, tmp_path: Path) -> None:
     figure = run.plot()
     losses, layers, rates = figure.axes[:3]
@@ -78,6 +79,7 @@ def test_a_tensor_is_drawn(run: Run, tmp_path: Path) -> None:
     assert found.plot_ridges().save(tmp_path / "ridges.png").stat().st_size > 1000
 
 
+@pytest.mark.ci
 def test_a_distribution_is_animated(run: Run, tmp_path: Path) -> None:
     from PIL import Image
 
@@ -92,6 +94,7 @@ def test_a_distribution_is_animated(run: Run, tmp_path: Path) -> None:
     assert "data:image/gif;base64," in html
 
 
+@pytest.mark.ci
 def test_a_distribution_without_finite_elements_is_drawn(tmp_path: Path) -> None:
     write(new_run(tmp_path), [block_of([Row(step, FIRST, [np.nan, 0.0]) for step in range(3)])])
     empty = open_run(tmp_path / "default" / "r")

@@ -186,6 +186,7 @@ def test_they_are_restored_without_bundles_too(tmp_path: Path) -> None:
     assert hook.health["counts"]["restored_buffers"] == 2
 
 
+@pytest.mark.ci
 def test_those_of_every_watched_model_are_restored(tmp_path: Path) -> None:
     models = [network(), network()]
     with Hook(tmp_path, on_nonfinite="skip") as hook:
@@ -201,6 +202,7 @@ def test_a_large_buffer_before_them_keeps_none_from_being_restored(tmp_path: Pat
     assert finite(model)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("first", ["compile", "watch"])
 def test_those_of_a_compiled_model_are_restored(tmp_path: Path, first: str) -> None:
     model = network()
@@ -237,6 +239,7 @@ def test_a_mask_with_negative_infinity_stays(tmp_path: Path) -> None:
     assert "buffers" not in hook.health["notes"]
 
 
+@pytest.mark.ci
 def test_other_buffers_that_become_nan_are_reported(tmp_path: Path) -> None:
     def forward(module: Any, x: torch.Tensor) -> Any:
         module.memory.copy_(x.mean(0))

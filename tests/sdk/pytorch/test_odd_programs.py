@@ -615,6 +615,7 @@ def test_a_watched_model_is_copied_as_any_other(tmp_path: Path, name: str) -> No
     assert counts == [3 * 16]  # the model's own pass, and none of its copy's
 
 
+@pytest.mark.ci
 def test_a_saved_model_loads_where_watchstep_is_not(tmp_path: Path) -> None:
     hook = Hook(tmp_path / "runs", config=EVERY_STEP)
     model = small_model()

@@ -147,6 +147,7 @@ def test_documents_beyond_the_bound_are_not_read(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.ci
 def test_many_honest_attempts_are_all_read(tmp_path: Path) -> None:
     store = new_run(tmp_path)
     for number in range(2000):

@@ -550,6 +550,7 @@ assert sum(float(tensor[first : first + 1000].sum()) for first in range(0, 5000,
 """
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(120)
 def test_a_tensor_of_four_gigabytes_is_read_in_slices_with_little_memory(tmp_path: Path) -> None:
     new_run(tmp_path)

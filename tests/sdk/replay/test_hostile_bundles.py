@@ -70,6 +70,7 @@ def replayed(path: Path) -> Any:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.ci
 def test_a_sound_bundle_replays(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "b.safetensors").write_bytes(content)
     assert replayed(tmp_path / "b.safetensors").is_exact

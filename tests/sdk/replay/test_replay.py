@@ -64,6 +64,7 @@ def test_a_step_is_computed_again_bit_for_bit(
     assert result.problems == ()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "cause", "name", "tensor"),
     [
@@ -343,6 +344,7 @@ def replayed_under_scaler(bundle: Bundle, kind: str) -> tuple[Any, str]:
     return result, render_replay(result)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_step_whose_update_a_scaler_skips_for_a_bad_loss_is_bundled(tmp_path: Path, kind: str) -> None:
     (bundle,) = recorded_under_scaler(tmp_path, kind, bad=(BAD,))
@@ -353,6 +355,7 @@ def test_the_step_whose_update_a_scaler_skips_for_a_bad_loss_is_bundled(tmp_path
     assert "first bad operation: aten.log.default" in text
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sound_step_under_a_scaler_replays_bit_for_bit(tmp_path: Path, kind: str) -> None:
     (bundle,) = recorded_under_scaler(tmp_path, kind, requested=2)
@@ -361,6 +364,7 @@ def test_a_sound_step_under_a_scaler_replays_bit_for_bit(tmp_path: Path, kind: s
     assert result.update_is_nonfinite is (None if kind == "two" else False)
 
 
+@pytest.mark.ci
 def test_each_of_two_series_under_a_scaler_is_bundled_at_its_first_step(tmp_path: Path) -> None:
     bundles = recorded_under_scaler(tmp_path, "plain", bad=(1, 2, 5, 7))
     assert [(bundle.document.step, bundle.document.reason) for bundle in bundles] == [

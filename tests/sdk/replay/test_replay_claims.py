@@ -524,6 +524,7 @@ def test_without_finite_values_the_computation_that_is_compared_is_traced(tmp_pa
 PRECISION_CLAIM = "fails again in the captured precision, which is a part of the cause"
 
 
+@pytest.mark.ci
 def test_a_failure_of_range_is_finite_in_float64_and_fails_again_in_the_captured_precision(
     tmp_path: Path,
 ) -> None:

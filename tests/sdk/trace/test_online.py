@@ -52,6 +52,7 @@ def counts(hook: watchstep.Hook) -> dict[str, int]:
     return data
 
 
+@pytest.mark.ci
 def test_chosen_steps_are_on_the_store(tmp_path: Path) -> None:
     hook, _ = trained(tmp_path, "0:1,4", bad=4)
     assert counts(hook)["traces"] == 2
@@ -78,6 +79,7 @@ def test_the_training_is_the_same(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain, traced, strict=True))
 
 
+@pytest.mark.ci
 def test_updates_of_the_last_traced_step_are_checked(tmp_path: Path) -> None:
     hook, _ = trained(tmp_path, watchstep.TraceSteps("2", mode=TraceMode.CONCISE_HEALTH), bad=2)
     trace = open_trace(watchstep.open_run(hook.run_url), 2)
@@ -116,6 +118,7 @@ def test_a_closed_hook_keeps_no_model(tmp_path: Path) -> None:
     assert reference() is None
 
 
+@pytest.mark.ci
 def test_compiled_models_run_without_a_warning(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with watchstep.Hook(tmp_path, trace="1") as hook:

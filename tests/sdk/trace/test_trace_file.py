@@ -83,6 +83,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
         read_trace(tmp_path / "none.trace")
 
 
+@pytest.mark.ci
 @given(position=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
 def test_a_damaged_file_is_refused_or_read(position: float, byte: int, content: bytes) -> None:
     damaged = bytearray(content)

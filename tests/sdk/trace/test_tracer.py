@@ -353,6 +353,7 @@ def test_the_operations_of_a_recorder_are_left_out(tmp_path: Path) -> None:
     assert diagnose(traced_beside).contained == ()
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own derivatives use it
 def test_forward_mode_differentiation_has_tensors_without_memory() -> None:
     tracer = Tracer()

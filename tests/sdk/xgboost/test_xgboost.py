@@ -405,6 +405,7 @@ print([hashlib.sha256(model.save_raw()).hexdigest() for model in models])
 """
 
 
+@pytest.mark.ci
 def test_each_training_of_an_unmodified_program_is_a_run(tmp_path: Path) -> None:
     outputs = {}
     for name in ("plain", "recorded"):

@@ -82,6 +82,7 @@ def test_a_fifo_queue_drops_what_comes_twice(aws: Any) -> None:
     assert len(received(aws, url)) == 1
 
 
+@pytest.mark.ci
 def test_a_topic_tells_its_subscribers(aws: Any) -> None:
     url, arn = queue(aws, "subscriber")
     topic = aws("sns").create_topic(Name="alerts")["TopicArn"]

@@ -52,6 +52,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.ci
 def test_list(store: Path) -> None:
     done = started_anew("runs", "list", "--store", store)
     assert done.returncode == 0
@@ -59,6 +60,7 @@ def test_list(store: Path) -> None:
     assert "completed" in done.stdout
 
 
+@pytest.mark.ci
 def test_invalid_input_exits_with_2_and_two_lines(store: Path) -> None:
     done = started_anew("runs", "show", "nope", "--store", store)
     assert (done.returncode, done.stdout) == (2, "")

@@ -96,6 +96,7 @@ def test_names_in_a_group_and_options_are_completed() -> None:
     assert done.output.split() == ["--service"]
 
 
+@pytest.mark.ci
 def test_listing_runs_imports_little() -> None:
     heavy = {"fastapi", "sqlalchemy", "alembic", "numpy", "pyarrow", "pydantic", "watchstep_rules.registry"}
     program = f"import sys, watchstep.client, watchstep_services.cli.runs.listing; print(*sorted({heavy} & {{*sys.modules}}))"

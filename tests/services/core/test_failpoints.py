@@ -227,6 +227,7 @@ def _somebody_was_told(mortal: Mortal, receiver: HttpServer) -> None:
     ]
 
 
+@pytest.mark.ci
 def test_a_life_without_a_death_reaches_every_point(place: Place) -> None:
     mortal, _ = lived(place, "", deaths=0)
     assert set(mortal.reached) == set(DIED_AT)

@@ -152,6 +152,7 @@ def shown(database: Database, name: str) -> str:
         return str(session.execute(text(f"SHOW {name}")).scalar_one())
 
 
+@pytest.mark.ci
 def test_connections_have_the_limits_of_the_settings(postgres: Postgres) -> None:
     settings = load_settings(
         database_statement_seconds=7,

@@ -321,6 +321,7 @@ def settle(driven: Driven) -> list[int]:
     return due
 
 
+@pytest.mark.ci
 def test_new_runs_are_found_and_judged(timed: Driven, clock: Clock) -> None:
     timed.recording(run="before").begin()
     settle(timed)

@@ -173,6 +173,7 @@ def test_a_job_that_crashes_after_a_stop_request_has_failed(
     assert advance_run(driven.with_settings(grace_seconds=0.0).service, run_id) == "failed"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("written", [False, True], ids=["exit-code-alone", "last-words"])
 def test_a_job_that_ends_by_the_code_of_a_stop_has_applied_it(
     driven_sqlite: Driven, tmp_path: Path, *, written: bool

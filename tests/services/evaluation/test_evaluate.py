@@ -311,6 +311,7 @@ def test_a_failing_attempt_is_tried_again_after_a_pause_and_others_at_once(
     assert due_in_seconds() > 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("attempt", ["a1", "a2"])
 def test_a_segment_that_the_store_cannot_give_holds_up_its_writer_alone(
     driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch, attempt: str
@@ -385,6 +386,7 @@ def test_a_document_that_is_too_large_is_damaged_and_holds_up_nothing(driven_sql
     }  # fmt: skip
 
 
+@pytest.mark.ci
 def test_a_rule_that_ends_its_process_is_tried_for_another_project_at_once(
     sqlite: Database, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,7 @@ def test_a_run_is_compacted_and_reads_the_same(driven: Driven, folder_store: Sto
     assert upkeep(soon.service) == 0
 
 
+@pytest.mark.ci
 def test_by_default_nothing_is_deleted(driven_sqlite: Driven, folder_store: Store) -> None:
     _, recording = ended(driven_sqlite, folder_store)
     before = {entry.key for entry in recording.store.entries()}
@@ -470,6 +471,7 @@ def move(driven: Driven, run_id: int, project: str) -> None:
         row.project, row.project_store_id = project, placed.id
 
 
+@pytest.mark.ci
 def test_a_step_that_hangs_holds_up_its_own_project_alone(
     driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

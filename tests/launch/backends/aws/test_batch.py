@@ -145,6 +145,7 @@ def test_several_nodes(tmp_path: Path) -> None:
     assert "PET_NODE_RANK" in overrides["containerOverrides"]["command"][2]
 
 
+@pytest.mark.ci
 def test_nodes_find_each_other(bench: Bench, batch: BatchStandIn, stand_in: StandIn) -> None:
     """Moto knows no multi-node definitions: a plain one takes its place."""
     definition = hurried_batch(batch)._definition()
@@ -236,6 +237,7 @@ def test_a_stop_that_is_refused(bench: Bench, stand_in: StandIn) -> None:
     assert bench.end_of(job).state == "cancelled"
 
 
+@pytest.mark.ci
 def test_a_submission_without_an_answer(bench: Bench, stand_in: StandIn) -> None:
     stand_in.faults["SubmitJob"] = [LostError()]
     taken = launched(bench, "true")

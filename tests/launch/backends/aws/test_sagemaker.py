@@ -326,6 +326,7 @@ def test_a_stop_that_is_refused(bench: Bench, stand_in: StandIn) -> None:
     assert bench.backend.stop(job) is not None
 
 
+@pytest.mark.ci
 def test_a_submission_without_an_answer(bench: Bench, stand_in: StandIn) -> None:
     stand_in.faults["CreateTrainingJob"] = [LostError()]
     taken = launched(bench, "true")

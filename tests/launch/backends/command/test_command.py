@@ -29,6 +29,8 @@ from watchstep_launch.backend import (
 )
 from watchstep_launch.backends.command import Command, CommandResult, TimedOutError, run, words
 
+pytestmark = pytest.mark.ci
+
 STATES = {"RUNNING": "running", "ENDED": "ended", "VANISHED": "vanished"}
 HANGS_SECONDS = 60.0
 """After which a call counts as one that does not return."""

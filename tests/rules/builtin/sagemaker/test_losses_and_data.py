@@ -53,6 +53,7 @@ def regression(
         hook.step()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("rate", "every", "params", "fires"),
     [

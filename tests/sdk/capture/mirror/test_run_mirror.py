@@ -113,6 +113,7 @@ def test_a_run_is_mirrored_with_links_both_ways(tmp_path: Path, other: Other) ->
     assert end.health["mirror"]["mlflow"]["url"] == "https://other.test/7"
 
 
+@pytest.mark.ci
 def test_alerts_of_the_guard_and_its_stop_are_mirrored(tmp_path: Path, other: Other) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("rules:\n  - rule: nan_or_inf\n    severity: critical\n    actions: [stop]\n")

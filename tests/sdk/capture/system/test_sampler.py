@@ -209,6 +209,7 @@ with watchstep.Hook(sys.argv[1], run="r", config=watchstep.CaptureConfig(overhea
 """
 
 
+@pytest.mark.ci
 def test_workers_that_load_data_are_counted_and_sample_nothing_themselves(tmp_path: Path) -> None:
     if not hasattr(torch.multiprocessing, "_set_thread_name"):
         pytest.skip("before PyTorch 2.6 workers have no name")

@@ -218,6 +218,7 @@ print(cpu["system/cpu"] * cpu["system/cpus"] * seconds, node["system/node_cpu"])
 """
 
 
+@pytest.mark.ci
 def test_a_process_that_is_busy_is_reported_as_that(tmp_path: Path) -> None:
     taken, node = map(float, run_program(tmp_path, LOAD).split())
     assert 0.5 < taken < 1.5  # seconds of a processor

@@ -61,6 +61,7 @@ def inputs(number: int, bad: int | None = None) -> list[Any]:
     return drawn
 
 
+@pytest.mark.ci
 def test_the_first_bad_step_is_bundled_as_it_was_before_its_update(tmp_path: Path) -> None:
     from watchstep.pytorch.bundles.values import torch_tensor
 
@@ -94,6 +95,7 @@ def test_at_most_two_series_are_bundled(tmp_path: Path) -> None:
     assert "watchstep-samples" not in names  # there are no samples to wait for
 
 
+@pytest.mark.ci
 def test_a_bad_loss_whose_update_the_program_leaves_out_is_bundled_too(tmp_path: Path) -> None:
     model, optimizer = with_sgd(torch.nn.Linear(4, 1))
     with Hook(tmp_path) as hook:
@@ -116,6 +118,7 @@ def test_without_bundles_requests_have_no_effect(tmp_path: Path) -> None:
     assert hook.health["faults"] == {}
 
 
+@pytest.mark.ci
 def test_events_and_requests_bundle_the_next_complete_step(tmp_path: Path) -> None:
     hook = Hook(tmp_path)
     session = hook._session
@@ -136,6 +139,7 @@ def test_events_and_requests_bundle_the_next_complete_step(tmp_path: Path) -> No
     assert not bundle.document.is_failing
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("source", ["loader", "program"])
 def test_a_batch_that_the_program_changes_before_the_forward_pass_is_lost(
     tmp_path: Path, source: str
@@ -157,6 +161,7 @@ def test_a_batch_that_the_program_changes_before_the_forward_pass_is_lost(
     assert "tensor" in bundle.document.micro_batches[0]["arguments"]["tuple"][0]  # as the pass read it
 
 
+@pytest.mark.ci
 def test_a_large_buffer_is_left_out_and_no_other(tmp_path: Path) -> None:
     model, optimizer = with_sgd(
         Composed(
@@ -195,6 +200,7 @@ def test_references_to_shared_memory_leave_file_descriptors_to_the_program() -> 
     assert referenced == noted.micro_batches[-len(referenced) :]
 
 
+@pytest.mark.ci
 def test_a_batch_that_the_program_changed_is_lost(tmp_path: Path) -> None:
     hook = Hook(tmp_path)
 
@@ -211,6 +217,7 @@ def test_a_batch_that_the_program_changed_is_lost(tmp_path: Path) -> None:
     assert "changed in place" in bundle.document.lost[0].reason
 
 
+@pytest.mark.ci
 def test_parameters_that_were_changed_since_the_pass_are_lost(tmp_path: Path) -> None:
     hook = Hook(tmp_path)
 
@@ -227,6 +234,7 @@ def test_parameters_that_were_changed_since_the_pass_are_lost(tmp_path: Path) ->
     assert set(bundle.names(PARAMETERS)) == names - {"0.bias"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("limit", "missing"),
     [(0, {"values", "buffers", "parameters", "gradients"}), (8000, {"gradients", "values", "parameters"})],
@@ -248,6 +256,7 @@ def test_a_bundle_keeps_to_its_limit_and_says_what_it_lacks(
     assert len(bundle.document.gradients) == 6  # their digests remain
 
 
+@pytest.mark.ci
 def test_what_is_redacted_is_not_in_the_object(tmp_path: Path) -> None:
     redact = ("micro_batches/*/batch", "micro_batches/*/arguments", "program/argv", "parameters/0.*")
     hook = Hook(tmp_path, config=CaptureConfig(bundles=Bundles(redact=redact)))
@@ -263,6 +272,7 @@ def test_what_is_redacted_is_not_in_the_object(tmp_path: Path) -> None:
     assert bundle.document.redacted == redact
 
 
+@pytest.mark.ci
 def test_batches_of_the_program_and_several_passes_for_a_loss(tmp_path: Path) -> None:
     hook = Hook(tmp_path)
 
@@ -277,6 +287,7 @@ def test_batches_of_the_program_and_several_passes_for_a_loss(tmp_path: Path) ->
     assert len(batch["losses"]["list"]) == 1
 
 
+@pytest.mark.ci
 def test_batches_of_several_data_loaders_are_a_tuple_and_those_of_evaluation_are_left_out(
     tmp_path: Path,
 ) -> None:
@@ -338,6 +349,7 @@ def test_training_is_the_same_with_and_without_bundles(tmp_path: Path) -> None:
     assert torch.equal(*weights)
 
 
+@pytest.mark.ci
 def test_no_code_of_the_program_runs_while_it_is_recorded_or_bundled(tmp_path: Path) -> None:
     class Lazy(Mapping[str, Any]):
         """Loads what it returns, and draws random numbers."""
@@ -382,6 +394,7 @@ def test_no_code_of_the_program_runs_while_it_is_recorded_or_bundled(tmp_path: P
     assert bundle.document.micro_batches[0]["batch"]["list"][1]["type"] == "Own"
 
 
+@pytest.mark.ci
 def test_taking_a_bundle_draws_no_random_numbers(tmp_path: Path) -> None:
     class Drawing:
         def state_dict(self) -> dict[str, Any]:
@@ -405,6 +418,7 @@ def test_taking_a_bundle_draws_no_random_numbers(tmp_path: Path) -> None:
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("make", "most"),
     [
@@ -440,6 +454,7 @@ def test_a_value_is_looked_at_within_a_limit() -> None:
     assert small.bytes == 8050
 
 
+@pytest.mark.ci
 def test_references_of_earlier_micro_batches_keep_to_their_limit(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, optimizer = with_sgd(torch.nn.Linear(4, 1), 0.01)
@@ -460,6 +475,7 @@ def test_references_of_earlier_micro_batches_keep_to_their_limit(tmp_path: Path)
     assert len(bundle.document.lost) == 3
 
 
+@pytest.mark.ci
 def test_values_and_buffers_without_dense_memory_are_lost_alone(tmp_path: Path) -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -490,6 +506,7 @@ def test_values_and_buffers_without_dense_memory_are_lost_alone(tmp_path: Path) 
     ]
 
 
+@pytest.mark.ci
 def test_running_statistics_of_own_modules_are_those_before_the_pass(tmp_path: Path) -> None:
     from watchstep.pytorch.bundles.values import torch_tensor
 

@@ -215,6 +215,7 @@ def test_nothing_is_recorded_without_room(tmp_path: Path) -> None:
     assert "sample_uploads" not in hook.health["counts"]
 
 
+@pytest.mark.ci
 def test_the_gate_uploads_during_the_training(program: Program) -> None:
     """Samples of a step with NaN are on the store while the program still trains."""
     from watchstep import open_run
@@ -251,6 +252,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.ci
 def test_unmodified_programs(tmp_path: Path) -> None:
     """``watchstep run`` records the samples from the first step on, which ends before the recording begins."""
     from watchstep import open_run

@@ -238,6 +238,7 @@ def test_without_a_policy_steps_are_pytorch_s_own(tmp_path: Path) -> None:
     assert body_of(optimizer) is body
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_a_schedule_wraps_is_gated(tmp_path: Path, when: str) -> None:
     """Also if the program has replaced the step of the class in between."""
@@ -262,6 +263,7 @@ def test_a_step_that_a_schedule_wraps_is_gated(tmp_path: Path, when: str) -> Non
     assert hook.health["notes"].get("updates") is None
 
 
+@pytest.mark.ci
 def test_a_closure_that_a_hook_has_called_decides_in_the_step(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters())
@@ -285,6 +287,7 @@ def test_a_closure_that_a_hook_has_called_decides_in_the_step(tmp_path: Path) ->
     assert hook.health["counts"]["skipped_updates"] == 2
 
 
+@pytest.mark.ci
 def test_an_optimizer_around_another_shares_its_closure(tmp_path: Path) -> None:
     class Around(torch.optim.Optimizer):
         def __init__(self, base: torch.optim.Optimizer) -> None:
@@ -313,6 +316,7 @@ def test_an_optimizer_around_another_shares_its_closure(tmp_path: Path) -> None:
     assert hook.health["faults"] == {}
 
 
+@pytest.mark.ci
 def test_a_compiled_step_contains_the_body_itself(tmp_path: Path) -> None:
     model, optimizer = with_sgd(torch.nn.Linear(4, 1))
     with skipping(tmp_path, model, optimizer):

@@ -148,6 +148,7 @@ def test_the_first_gradients_of_a_closure_decide(tmp_path: Path) -> None:
     assert hook.health["counts"]["skipped_updates"] == 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("policy", "bad", "stopped_at"),
     [
@@ -185,6 +186,7 @@ def test_training_stops_before_the_update(
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
 
 
+@pytest.mark.ci
 def test_updates_that_a_gradient_scaler_skips_are_left_to_it(tmp_path: Path) -> None:
     model, optimizer = with_sgd(network(), 0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
@@ -230,6 +232,7 @@ def test_gradients_that_become_non_finite_after_a_scaler_checked_them_on_a_devic
     assert hook.health["counts"].get("skipped_updates", 0) == (0 if skips else 3)
 
 
+@pytest.mark.ci
 def test_each_optimizer_is_decided_about_by_itself(tmp_path: Path) -> None:
     good, bad = network(), network()
     first = torch.optim.SGD(good.parameters(), lr=0.1)
@@ -275,6 +278,7 @@ class NeedsGradients(_Optimizer):
         parameter.grad.zero_()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", [Decaying, KeepsObjects, NeedsGradients])
 def test_updates_of_any_optimizer_are_skipped(tmp_path: Path, kind: type[_Optimizer]) -> None:
     inputs = batches({2, 3}, 6)
@@ -312,6 +316,7 @@ def test_hooks_of_the_program_see_its_gradients_and_may_change_them(tmp_path: Pa
     assert hook.health["faults"] == {}
 
 
+@pytest.mark.ci
 def test_an_optimizer_that_changes_parameters_before_its_closure_ends_is_reported(tmp_path: Path) -> None:
     class Perturbing(torch.optim.SGD):  # as sharpness-aware minimization
         def step(self, closure: Any = None) -> Any:
@@ -341,6 +346,7 @@ def test_an_optimizer_that_changes_parameters_before_its_closure_ends_is_reporte
     assert "Perturbing changes parameters before its closure ends" in hook.health["notes"]["updates"]
 
 
+@pytest.mark.ci
 def test_gradients_that_change_before_a_retry_are_checked_again(tmp_path: Path) -> None:
     class Failing(torch.optim.SGD):
         failures = 1
@@ -376,6 +382,7 @@ def test_an_optimizer_of_copies_of_the_weights_is_decided_about_too(tmp_path: Pa
     assert all(master.isfinite().all() for master in masters)
 
 
+@pytest.mark.ci
 def test_a_skipped_step_that_raises_is_retried_with_the_same_decision(tmp_path: Path) -> None:
     def fail_once(*_: Any) -> None:
         if not failures:
@@ -430,6 +437,7 @@ def test_a_model_that_is_collected_during_a_step_keeps_no_policy_from_deciding(t
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.ci
 def test_a_fault_of_another_listener_keeps_no_policy_from_deciding(tmp_path: Path) -> None:
     from watchstep.pytorch.parameters import optimizer_steps
 
@@ -462,6 +470,7 @@ def test_after_close_updates_are_the_program_s(tmp_path: Path) -> None:
     assert not any(parameter.isfinite().all() for parameter in list(model.parameters())[:2])
 
 
+@pytest.mark.ci
 def test_the_environment_sets_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_ON_NONFINITE", "skip:7")
     inputs = batches({1}, 3)

@@ -291,6 +291,7 @@ ELEMENTS = CaptureConfig(
 )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("config", [EVERY_STEP, CaptureConfig(), ELEMENTS])
 @pytest.mark.parametrize("clears", [True, False])
 def test_losses_are_the_same(config: CaptureConfig, clears: bool, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_a_missing_file_is_noted(tmp_path: Path) -> None:
     assert trace.stacks == []
 
 
+@pytest.mark.ci
 @given(position=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), file=st.integers(0, 5))
 def test_a_damaged_file_is_refused_or_read(position: float, byte: int, file: int, small: Path) -> None:
     path = sorted(small.iterdir())[file]

@@ -253,6 +253,7 @@ def test_the_command_reads_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 GUIDE = Path(__file__).parents[4] / "docs" / "guides" / "debugger-v2.md"
 
 
+@pytest.mark.ci
 def test_the_example_runs(tmp_path: Path) -> None:
     _, example = re.findall(r"```py\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "tensorflow-dump").symlink_to(dump("graph-concise_health"))

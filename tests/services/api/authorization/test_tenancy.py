@@ -257,6 +257,7 @@ def test_a_job_is_bound_on_a_registered_backend_only(shared: Api, process: JobHa
         assert shared.status("POST", "/v1/backends", wrong, role="admin") == 422
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("changes", [{}, {"host": "elsewhere"}])
 def test_a_job_of_one_project_is_never_anothers(
     shared: Api, process: JobHandle, changes: dict[str, str]

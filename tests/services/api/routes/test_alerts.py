@@ -68,6 +68,7 @@ def exploding(api: Api) -> Api:
     return api
 
 
+@pytest.mark.ci
 def test_the_evidence_has_the_measured_figure_and_the_threshold_at_each_finding(exploding: Api) -> None:
     answer = page(exploding, "exploding_gradient", before=50, after=10)
     series = answer["series"]
@@ -216,6 +217,7 @@ def test_python_lines_work(exploding: Api) -> None:
     exec(compile(command["text"], "page", "exec"), {})
 
 
+@pytest.mark.ci
 def test_names_are_quoted(api: Api) -> None:
     name = "'; rm -rf / #\n<b>:gradient"
     hostile = tensor(name, "losses", role="loss", shape=())
@@ -332,6 +334,7 @@ def texts(folder: Path, name: str) -> list[str]:
     return [event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)]
 
 
+@pytest.mark.ci
 def test_a_mirror_has_the_services_alerts_and_a_link_to_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

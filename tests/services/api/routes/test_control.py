@@ -66,6 +66,7 @@ def test_a_cadence_is_set_and_reset(api: Api, recording: Recording) -> None:
     assert api.status("PUT", f"{RUN}/control/cadence", {"every": {"weights": 0}}) == 422
 
 
+@pytest.mark.ci
 def test_a_stopped_run_restarts_only_if_allowed(api: Api, recording: Recording) -> None:
     assert api.status("POST", f"{RUN}/stop", {"reason": "no progress"}) == 202
     act(api)

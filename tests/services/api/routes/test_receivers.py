@@ -60,6 +60,7 @@ def put(api: Api, body: dict[str, Any], **who: Any) -> Any:
     return api.call("PUT", f"{AT}/{body['name']}", body, **who)
 
 
+@pytest.mark.ci
 def test_a_secret_is_written_but_never_returned(keyed: Api) -> None:
     secret = new_secret()
     first = put(keyed, webhook(secret=secret))
@@ -335,6 +336,7 @@ READ = (
 )
 
 
+@pytest.mark.ci
 def test_only_operators_see_webhook_addresses(api: Api) -> None:
     ran(api)
     of_rules = READ[:5]

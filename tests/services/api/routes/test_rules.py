@@ -63,6 +63,7 @@ def table(api: Api, **arguments: Any) -> dict[tuple[str, str], dict[str, Any]]:
     return {(rule["origin"], rule["name"]): rule for rule in answer.json()["rules"]}
 
 
+@pytest.mark.ci
 def test_rules_of_owner_project_and_runs_with_their_health(api: Api) -> None:
     driven = api.driven
     mine = RuleConfig.model_validate(
@@ -134,6 +135,7 @@ def test_a_check_returns_the_whole_config(api: Api) -> None:
     assert "name" not in result["data"]
 
 
+@pytest.mark.ci
 def test_texts_that_are_no_rule_config(api: Api) -> None:
     for text in (
         "",
@@ -390,6 +392,7 @@ def test_overridden_rules_are_shown_and_return(api: Api) -> None:
     assert (mine["origin"], mine["overrides"]) == ("recorder", [])
 
 
+@pytest.mark.ci
 def test_an_operators_rule_is_evaluated_and_one_that_ends_its_process_affects_no_other(api: Api) -> None:
     recording = Recording(api.driven.service.stores.open(api.driven.service.settings.store)).begin()
     assert api.status("POST", RUNS, {"run": "run-1", "attempt": "a1", "rules": [ENDS, RULE]}) == 200

@@ -112,6 +112,7 @@ def test_a_process_that_no_launcher_recorded_is_not_bound(api: Api) -> None:
     assert api.call("GET", f"{RUNS}/run-1").json()["job"] is None
 
 
+@pytest.mark.ci
 def test_an_announcement_is_answered_with_the_control_document(api: Api) -> None:
     recording = api.driven.recording().begin()
     key = recording.write(0, 0, 7, nan_from(5))
@@ -448,6 +449,7 @@ def test_changes_of_another_operator_are_not_overwritten(judged: Api) -> None:
     assert conditional(judged, "DELETE", f"{RULES}/exploding_gradient", "*") == 204
 
 
+@pytest.mark.ci
 def test_the_rules_of_a_project_evaluate_its_next_runs(judged: Api) -> None:
     place = f"{PROJECT}/rules/exploding_gradient"
     assert judged.call("PUT", place, MINE).json()["origin"] == "project"

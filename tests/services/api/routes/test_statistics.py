@@ -95,6 +95,7 @@ def binned(recorded: Api, folder_store: Store, points: int) -> None:
         assert mean == pytest.approx(chosen.mean())
 
 
+@pytest.mark.ci
 def test_non_finite_values_are_counted_and_null(api: Api) -> None:
     api.driven.recording().begin().write(0, 0, 9, nan_from(5))
     api.driven.register()
@@ -254,6 +255,7 @@ def stopped_children(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[int]:
     return stopped
 
 
+@pytest.mark.ci
 def test_the_service_responds_during_a_query(recorded: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     api = recorded.with_settings(query_seconds=60.0)
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
@@ -286,6 +288,7 @@ def test_a_query_that_ignores_interrupts_is_killed_with_its_process(
     assert sql(recorded, "SELECT 1 AS one").json()["rows"] == [[1]]
 
 
+@pytest.mark.ci
 def test_a_query_gets_503_if_no_process_can_be_started(
     recorded: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,6 +413,7 @@ def test_a_run_without_data_is_not_found(api: Api) -> None:
     assert api.call("GET", f"{RUN}/snapshots").json() == {"next_page_token": None, "snapshots": []}
 
 
+@pytest.mark.ci
 def test_a_damaged_segment_is_skipped_and_a_damaged_document_is_reported(
     recorded: Api, folder_store: Store
 ) -> None:

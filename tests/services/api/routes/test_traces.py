@@ -284,6 +284,7 @@ def test_a_large_neighbourhood_is_cut(traced: Api) -> None:
     assert (len(found["operations"]), found["truncated"]) == (200, True)
 
 
+@pytest.mark.ci
 def test_neighbours_of_a_tensor_that_one_operation_reads_often(folder_store: Store) -> None:
     """Each tensor of an operation is followed once, and the time is checked meanwhile."""
     count = 20_000
@@ -458,6 +459,7 @@ def test_a_damaged_stack_is_refused(traced: Api) -> None:
     assert ask(traced, "/a1/4/0/0/operations/0").status_code == 502
 
 
+@pytest.mark.ci
 def test_traces_that_take_more_memory_than_their_text_are_refused(traced: Api) -> None:
     """Each is some kilobytes on the store, and takes gigabytes once it is parsed."""
     store = traced.driven.recording().store

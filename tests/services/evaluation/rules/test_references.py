@@ -123,6 +123,7 @@ def end(driven: Driven, recording: Recording, run_id: int) -> None:
         write_journal(driven.service, due)
 
 
+@pytest.mark.ci
 def test_references_are_pinned_once_and_later_changes_change_no_result(
     database: Database, folder_store: Store
 ) -> None:

@@ -257,6 +257,7 @@ def entry(writer: int, seq: int, found_ns: int) -> InboxEntry:
     return InboxEntry(10 * writer + seq, SegmentKey(WRITERS[writer], seq, seq, seq), found_ns)
 
 
+@pytest.mark.ci
 @given(
     st.lists(
         st.tuples(st.integers(0, 1), st.integers(0, 6), st.integers(0, NOW)), unique_by=lambda row: row[:2]
