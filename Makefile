@@ -69,8 +69,8 @@ test-web: $(STAMP) $(PAGE)
 test-ci: $(STAMP) $(PAGE)
 	$(SUITE) test-ci $(SUITE_ARGS)
 
-# The third tier: compilers, campaigns, fuzzing, and laws on more examples. Half an hour, before a release.
-test-release: $(STAMP) $(PAGE)
+# The third tier: compilers, wheels, campaigns, fuzzing, and laws on more examples. An hour, before a release.
+test-release: wheel
 	$(SUITE) test-release $(SUITE_ARGS)
 	$(SUITE) test-laws $(SUITE_ARGS)
 

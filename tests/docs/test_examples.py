@@ -255,7 +255,7 @@ def test_the_table_of_examples_is_complete() -> None:
 # Cells of notebooks on pages
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "ipython")], ids=lambda page: page.name
 )

@@ -106,7 +106,7 @@ def kernel_of(wheel: Path) -> bytes:
         return archive.read(KERNEL)
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.parametrize("machine", wheels.MACHINES)
 def test_the_kernel_is_for_the_machine_and_the_glibc_of_the_tag(machine: str, tmp_path: Path) -> None:
     if machine != platform.machine() and importlib.util.find_spec("ziglang") is None:
@@ -121,7 +121,7 @@ def test_the_kernel_is_for_the_machine_and_the_glibc_of_the_tag(machine: str, tm
         wheels.check(wheel, machine)
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.skipif(platform.machine() not in wheels.MACHINES, reason="no wheel is built for this machine")
 def test_the_kernel_runs_in_a_new_environment(tmp_path: Path) -> None:
     wheel = wheels.build(platform.machine(), tmp_path)

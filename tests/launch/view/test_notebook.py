@@ -117,7 +117,7 @@ def shown(jobs_notebook: Notebook) -> list[Message]:
     return [message for message in jobs_notebook.messages if message["msg_type"] in kinds]
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_cell_is_changed_in_place_until_its_rule_has_stopped_the_job(jobs_notebook: Notebook) -> None:
     outputs = jobs_notebook.run('job = launch("night", "60", "100000", "0.02")\nstatus = job.wait()')
     made = shown(jobs_notebook)
@@ -137,7 +137,7 @@ def test_a_cell_is_changed_in_place_until_its_rule_has_stopped_the_job(jobs_note
     assert jobs_notebook.text("print(status)") == "JobStatus(state='ended', exit_code=86, detail='')\n"
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_all_of_a_job_is_read_where_an_event_loop_runs(jobs_notebook: Notebook) -> None:
     told = jobs_notebook.text("""
 import asyncio, threading
@@ -151,7 +151,7 @@ await asyncio.to_thread(job.wait, show=False)
     assert told == "io.watchstep.run.started io.watchstep.run.ended\n[0, 1, 2] completed []\n"
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_an_interrupt_ends_the_waiting_and_not_the_job(jobs_notebook: Notebook) -> None:
     outputs = jobs_notebook.run(
         'job = launch("long", "100000", "100000", "0.02")\njob.wait()',
@@ -169,7 +169,7 @@ def test_an_interrupt_ends_the_waiting_and_not_the_job(jobs_notebook: Notebook) 
     assert jobs_notebook.text("job.backend.kill(job.handle)\nprint(job.wait(show=False).exit_code)") == "-9\n"
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_line_for_each_event_where_nobody_watches(jobs_notebook: Notebook) -> None:
     jobs_notebook.text("import os\nos.environ['WATCHSTEP_QUIET'] = '1'")
     outputs = jobs_notebook.run('status = launch("quiet", "1", "100000", "0.02").wait()')

@@ -15,7 +15,7 @@ ray: Any = pytest.importorskip(
     "ray", reason="RAY IS NOT INSTALLED: ending trials by alerts is not proven by this run"
 )
 pytestmark = [
-    pytest.mark.ci,
+    pytest.mark.release,
     # Ray's own processes and sockets, and what it says of versions to come.
     pytest.mark.filterwarnings("ignore:.*:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:.*:DeprecationWarning"),

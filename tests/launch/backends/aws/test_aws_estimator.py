@@ -25,7 +25,7 @@ from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
 from watchstep_launch import AwsBatch, Estimator, Job, SageMaker
 from watchstep_rules import non_finite_values
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.release
 
 SECONDS = 180.0
 

@@ -13,7 +13,7 @@ from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
 from watchstep_launch import Estimator, JobStatus, Kubernetes
 from watchstep_rules import non_finite_values
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.release
 
 SECONDS = 180.0
 BAD_STEP = 12

@@ -16,7 +16,7 @@ from tests.services.jobs import eventually
 from watchstep_launch.backend import JobNotFoundError, Launch, SubmissionRejectedError
 from watchstep_launch.backends.ray.backend import Ray
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.release
 SECONDS = 120.0
 
 
