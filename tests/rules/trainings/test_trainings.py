@@ -13,7 +13,7 @@ from watchstep.format.block import Block
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.config.defaults import DEFAULT_RULES
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.release
 
 OVER_LAYERS = {
     "class_imbalance",

@@ -26,7 +26,7 @@ from watchstep.integrations.transformers import WatchstepCallback as TrainerCall
 from watchstep.integrations.transformers import trainer_names  # noqa: E402
 
 pytestmark = [
-    pytest.mark.ci,
+    pytest.mark.release,
     # The trainers' advice on loaders, and their own use of what PyTorch deprecates.
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -125,7 +125,7 @@ def test_an_order_of_the_data_without_a_seed(audit: Any) -> None:
     assert result.data["recorded"]["tensor"] == "loss"
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_data_that_the_workers_of_a_loader_draw_without_a_seed(audit: Any) -> None:
     program = """
 from torch.utils.data import DataLoader, Dataset
@@ -168,7 +168,7 @@ class Jitter(nn.Module):
     )
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_custom_operation_with_random_numbers(audit: Any) -> None:
     custom = """
 @torch.library.custom_op("demo::noisy", mutates_args=())
@@ -206,7 +206,7 @@ class Layer(nn.Module):
     assert result.data["recorded"]["step"] == 0
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_sequence_that_depends_on_chance(
     audit: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -247,8 +247,8 @@ flag.touch()
     ("end", "code"),
     [
         ("break", 0),
-        pytest.param("raise SystemExit('a device error')", 1, marks=pytest.mark.ci),
-        pytest.param("os._exit(7)", 7, marks=pytest.mark.ci),
+        pytest.param("raise SystemExit('a device error')", 1, marks=pytest.mark.release),
+        pytest.param("os._exit(7)", 7, marks=pytest.mark.release),
     ],
 )
 def test_a_run_that_ends_early_differs(

@@ -23,7 +23,7 @@ from watchstep.wrapper.environment import LAUNCHED
 from watchstep_launch.backend import BackendDownError, Launch, SubmissionRejectedError
 from watchstep_launch.backends.slurm.backend import Slurm
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.release
 
 
 @pytest.fixture
