@@ -171,9 +171,9 @@ def test_an_optimizer_that_calls_hooks_by_itself_is_stopped_but_not_skipped(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = skipping(tmp_path, model, optimizer, run="theirs")
-    trained([hook], optimizer, model, bad=1)
+    theirs = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = skipping(tmp_path, model, theirs, run="theirs")
+    trained([hook], theirs, model, bad=1)
     hook.close()
     assert hook.health["counts"]["skipped_updates"] == 1
 
