@@ -13,7 +13,7 @@ def run_python(
     *arguments: object,
     cwd: Path | str | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 300,
+    timeout: float = 900,
 ) -> str:
     """Run Python with these arguments, and return what it prints; it must succeed."""
     done = subprocess.run(

@@ -77,7 +77,7 @@ def test_examples_run(page: Path, tmp_path: Path, warmed: WarmedProcess) -> None
     if (
         "watchstep_services" in text or "watchstep_launch" in text
     ):  # they start processes and threads of their own
-        run_python("-W", "error", program, cwd=tmp_path, timeout=120)
+        run_python("-W", "error", program, cwd=tmp_path)
     else:
         warmed.run(program, tmp_path)
 

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             capture_output=True,
             text=True,
             check=False,
-            timeout=180,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
     return folder

@@ -57,7 +57,7 @@ def test_the_three_lines_fetch_the_evidence(shown: tuple[str, Path]) -> None:
     assert len(lines) == 3
     assert "(it needs pandas: pip install -e '.[pandas]' in the clone):" in shown[0]
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True, timeout=600
     )
     (alert,) = json.loads(shown[0].splitlines()[-1])["runs"][1]["alerts"]
     first = done.stdout.splitlines()[1].split()

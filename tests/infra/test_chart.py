@@ -70,7 +70,7 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ran(helm: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {"HOME": str(helm.parent), "PATH": os.environ["PATH"]}
     return subprocess.run(
-        [helm, *words], env=environment, capture_output=True, text=True, check=False, timeout=60
+        [helm, *words], env=environment, capture_output=True, text=True, check=False, timeout=600
     )
 
 

@@ -152,7 +152,7 @@ def test_the_bucket_is_made_once(s3: S3) -> None:
     store = services()[ONE_SHOT]["environment"]["WATCHSTEP_STORE"]
     for _ in range(2):
         environment = {**os.environ, "WATCHSTEP_STORE": store}
-        subprocess.run([sys.executable, *command_of(ONE_SHOT)[1:]], env=environment, check=True, timeout=60)
+        subprocess.run([sys.executable, *command_of(ONE_SHOT)[1:]], env=environment, check=True, timeout=600)
     Store.open(store).check_writable()
 
 

@@ -92,7 +92,7 @@ def test_the_wheel_is_built_from_what_is_copied(tmp_path: Path) -> None:
             shutil.copy(ROOT / source, tmp_path / target)
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--target", "wheel"],
-        cwd=tmp_path, check=True, capture_output=True, timeout=120,
+        cwd=tmp_path, check=True, capture_output=True, timeout=600,
     )  # fmt: skip
     (wheel,) = (tmp_path / "dist").iterdir()
     packed = set(zipfile.ZipFile(wheel).namelist())

@@ -249,7 +249,7 @@ def run_program(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
     program.write_text(
         f"from watchstep import Hook\nhook = Hook({str(tmp_path)!r}, run='r')\n{textwrap.dedent(body)}"
     )
-    return subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=600)
 
 
 UNTIL_WRITTEN = """

@@ -46,7 +46,7 @@ def test_commands_record_a_run_and_stop_it(url: str, tmp_path: Path, monkeypatch
         done = command("run", "--store", url, "--run", "r", "--", sys.executable, "train.py", cwd=tmp_path)
     finally:
         serving.terminate()
-        serving.communicate(timeout=60)
+        serving.communicate(timeout=600)
     assert done.returncode == 86, done.stderr
     assert "rule nan_or_inf at step 50" in done.stderr
     listed = command("runs", "list", "--store", url)

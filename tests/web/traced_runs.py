@@ -88,7 +88,7 @@ def record_traced_run(store: Path, folder: Path) -> list[TraceKey]:
     program = folder / "train.py"
     program.write_text(_PROGRAM, encoding="utf-8")
     subprocess.run(
-        [sys.executable, str(program), str(store), PROJECT, RUN], check=True, cwd=folder, timeout=120
+        [sys.executable, str(program), str(store), PROJECT, RUN], check=True, cwd=folder, timeout=600
     )
     run = store / PROJECT / RUN
     keys = [TraceKey.parse(str(path.relative_to(run))) for path in run.glob("traces/*/*/*.zip")]

@@ -40,7 +40,7 @@ def test_each_training_of_an_unmodified_program_is_a_run(tmp_path: Path) -> None
             WATCHSTEP_RUN="boosted",
             WATCHSTEP_ATTEMPT=tmp_path.name,
         )
-        outputs[name] = run_python("-W", "error", "-c", PROGRAM, name, env=environment, timeout=120)
+        outputs[name] = run_python("-W", "error", "-c", PROGRAM, name, env=environment, timeout=600)
     assert outputs["plain"] == outputs["recorded"]
     first, second = (open_run(tmp_path / "runs" / "default" / name) for name in ("boosted", "boosted-2"))
     assert first.steps("train") == list(range(4))

@@ -59,7 +59,7 @@ def program(folder: Path, body: str, beginning: str = BEGINNING + A_HOOK) -> Ite
         yield started
     finally:
         started.kill()
-        started.communicate(timeout=60)
+        started.communicate(timeout=600)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def be_second_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_sync(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "watchstep.command", "sync", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
 
 def test_one_line_of_the_log_states_where_the_rest_is(

@@ -191,7 +191,7 @@ def launch(disk: Disk, folder: Path) -> subprocess.CompletedProcess[str]:
     watchstep = Path(sys.executable).with_name("watchstep")
     command: list[str | Path] = [watchstep, "run", "--store", disk.store, "--run", "r", "--"]
     command += [sys.executable, program, disk.store, disk.elsewhere, str(disk.leaves_mount_point)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
 
 def test_a_store_that_vanishes_between_the_launch_and_the_first_write_is_not_made_anew(

@@ -126,7 +126,7 @@ def test_a_program_that_is_started_in_another_folder_needs_no_file(tmp_path: Pat
         Path(sys.executable).with_name("watchstep"), "run", "--store", "runs", "--run", "r", "--capture", file.name, "--", sys.executable, "train.py",
     )  # fmt: skip
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=180
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert saved(tmp_path) == {"0-train-body", "10-train-body"}

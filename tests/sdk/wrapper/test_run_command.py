@@ -56,7 +56,7 @@ def watchstep(*arguments: str | Path, **environment: str) -> subprocess.Complete
         capture_output=True,
         text=True,
         check=False,
-        timeout=180,
+        timeout=600,
         env={**os.environ, "WATCHSTEP_OVERHEAD_BUDGET": "none", **environment},
     )
 
@@ -438,6 +438,6 @@ def test_a_program_starts_without_a_home_folder_and_in_a_deleted_folder(
             capture_output=True,
             text=True,
             check=False,
-            timeout=180,
+            timeout=600,
         )
         assert (ended.returncode, ended.stdout) == (0, "ran\n"), ended.stderr

@@ -422,7 +422,7 @@ def test_each_training_of_an_unmodified_program_is_a_run(tmp_path: Path) -> None
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
         outputs[name] = done.stdout

@@ -33,7 +33,7 @@ def started_anew(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
         env=plain_environment(),
     )
 

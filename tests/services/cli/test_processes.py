@@ -61,7 +61,7 @@ def test_the_metrics_of_two_processes_are_summed(tmp_path: Path) -> None:
     client = httpx.Client(
         headers={"authorization": f"Bearer {token}"},
         limits=httpx.Limits(max_keepalive_connections=0),
-        timeout=60,
+        timeout=600,
     )
 
     def lines() -> list[dict[str, object]]:

@@ -267,7 +267,7 @@ def test_the_commands_tell_no_secret(arguments: list[str], tmp_path: Path) -> No
     }
     named = [each.format(token=token, secret=secret, home=tmp_path) for each in arguments]
     done = subprocess.run(
-        [WATCHSTEP, *named], env=environment, capture_output=True, text=True, check=False, timeout=120
+        [WATCHSTEP, *named], env=environment, capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode != 0
     assert done.stderr

@@ -132,7 +132,7 @@ def test_a_further_connection_keeps_the_locks_of_those_that_are_open(tmp_path: P
             "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]);"
             " c.execute('INSERT INTO facts VALUES (1)'); c.commit(); c.close()"
         )
-        subprocess.run([sys.executable, "-c", program, file], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", program, file], check=True, timeout=600)
         assert log.exists()
         assert log.stat().st_ino == before
         assert first.execute(text("SELECT value FROM facts")).scalar_one() == 1

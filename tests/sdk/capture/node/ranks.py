@@ -145,7 +145,7 @@ def node(
     finally:
         for rank in ranks:
             rank.process.kill()
-            rank.process.communicate(timeout=60)
+            rank.process.communicate(timeout=600)
 
 
 def leader_of(ranks: list[Rank]) -> int:
