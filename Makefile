@@ -70,9 +70,10 @@ test-ci: $(STAMP) $(PAGE)
 	$(SUITE) test-ci $(SUITE_ARGS)
 
 # The third tier: compilers, wheels, campaigns, fuzzing, and laws on more examples. An hour, before a release.
-test-release: wheel
+test-release: wheel $(FRAMEWORKS)/.installed
 	$(SUITE) test-release $(SUITE_ARGS)
 	$(SUITE) test-laws $(SUITE_ARGS)
+	$(FRAMEWORKS)/bin/python -m pytest -m release tests/frameworks
 
 # Stores and disks that fail, processes that are ended in every way: a minute or two.
 test-faults: $(STAMP)

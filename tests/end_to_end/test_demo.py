@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.release
 
 WATCHSTEP = Path(sys.executable).with_name("watchstep")
 

@@ -31,7 +31,7 @@ from watchstep_services.auth import create_token
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.release
 
 WATCHSTEP = Path(sys.executable).with_name("watchstep")
 SECONDS = 60.0

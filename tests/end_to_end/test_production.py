@@ -23,7 +23,7 @@ from watchstep.format.control import ControlDocument
 from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.release
 
 
 @pytest.fixture(scope="module")

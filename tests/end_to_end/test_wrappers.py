@@ -20,7 +20,7 @@ from tests.services.jobs import eventually
 from watchstep import open_run
 from watchstep_launch import Estimator, Local
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.release
 BIN = Path(sys.executable).parent
 WRAPPERS = {
     "torchrun": f"{BIN / 'torchrun'} --nproc-per-node=2",

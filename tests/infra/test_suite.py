@@ -111,14 +111,12 @@ def test_the_slowest_tests_come_first() -> None:
 
 
 def test_a_tier_collects_only_what_may_have_a_test_of_it() -> None:
-    crash, production = "tests/benchmarks/test_crash.py", "tests/end_to_end/test_production.py"
+    crash, embedded = "tests/benchmarks/test_crash.py", "tests/end_to_end/test_embedded.py"
     statistics, database = "tests/sdk/format/test_statistics.py", "tests/services/db/test_engine.py"
     suites = suite.suites()
-    chosen = {
-        name: set(suites[name].arguments) & {crash, production, statistics, database} for name in suites
-    }
-    assert chosen["test"] == {crash, production}  # ignored
-    assert chosen["test-ci"] == {production, database}
+    chosen = {name: set(suites[name].arguments) & {crash, embedded, statistics, database} for name in suites}
+    assert chosen["test"] == {crash, embedded}  # ignored
+    assert chosen["test-ci"] == {embedded, database}
     assert chosen["test-release"] == {crash}
 
 

@@ -26,7 +26,7 @@ transformers: Any = pytest.importorskip(
 from watchstep.integrations.transformers import WatchstepCallback  # noqa: E402 - it needs transformers
 
 pytestmark = [
-    pytest.mark.ci,
+    pytest.mark.release,
     pytest.mark.filterwarnings(
         # The DataLoader that the Trainer makes asks for pinned memory, and there is no accelerator.
         "ignore:'pin_memory' argument is set as true:UserWarning"
@@ -199,7 +199,7 @@ assert not callback.hook.health["faults"], callback.hook.health["faults"]
 """
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_ranks_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> None:
     run = run_of_ranks(tmp_path, _RANKS, ranks=2)
     assert run.tensor("net.0.weight").statistics().to_pydict()["step"] == [0, 1, 2]

@@ -161,7 +161,7 @@ def command(*arguments: str | Path, kind: str = "cnn") -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_the_command_replays_a_run_s_failing_step(
     recorded: dict[str, tuple[Store, Hook]], tmp_path: Path
 ) -> None:
@@ -214,7 +214,7 @@ def test_a_program_without_a_step_is_refused(
         load_step(program)
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_two_ranks_replay_bit_for_bit(tmp_path: Path) -> None:
     torchrun = [
         str(Path(sys.executable).with_name("torchrun")),
@@ -344,7 +344,7 @@ def replayed_under_scaler(bundle: Bundle, kind: str) -> tuple[Any, str]:
     return result, render_replay(result)
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_step_whose_update_a_scaler_skips_for_a_bad_loss_is_bundled(tmp_path: Path, kind: str) -> None:
     (bundle,) = recorded_under_scaler(tmp_path, kind, bad=(BAD,))
@@ -355,7 +355,7 @@ def test_the_step_whose_update_a_scaler_skips_for_a_bad_loss_is_bundled(tmp_path
     assert "first bad operation: aten.log.default" in text
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sound_step_under_a_scaler_replays_bit_for_bit(tmp_path: Path, kind: str) -> None:
     (bundle,) = recorded_under_scaler(tmp_path, kind, requested=2)
@@ -364,7 +364,7 @@ def test_a_sound_step_under_a_scaler_replays_bit_for_bit(tmp_path: Path, kind: s
     assert result.update_is_nonfinite is (None if kind == "two" else False)
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_each_of_two_series_under_a_scaler_is_bundled_at_its_first_step(tmp_path: Path) -> None:
     bundles = recorded_under_scaler(tmp_path, "plain", bad=(1, 2, 5, 7))
     assert [(bundle.document.step, bundle.document.reason) for bundle in bundles] == [

@@ -99,7 +99,7 @@ def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None
     assert [end.state for end in run.ends()] == ["completed"]
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_the_environment_names_a_folder_for_event_files(tmp_path: Path) -> None:
     done = run_program(tmp_path, PROGRAM, WATCHSTEP_TENSORBOARD=str(tmp_path / "events"))
     assert done.returncode == 0, done.stderr
@@ -111,7 +111,7 @@ def test_the_environment_names_a_folder_for_event_files(tmp_path: Path) -> None:
     assert refused.stdout == ""
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_an_option_names_tools_to_mirror_into(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(textwrap.dedent(PROGRAM))
@@ -126,7 +126,7 @@ def test_an_option_names_tools_to_mirror_into(tmp_path: Path) -> None:
     assert refused.stdout == ""
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_program_that_requests_torch_before_it_imports_it_is_recorded(tmp_path: Path) -> None:
     asks = 'import importlib.util\nassert importlib.util.find_spec("torch").name == "torch"\n'
     run_program(tmp_path, asks + textwrap.dedent(PROGRAM), "--lr", "1 2")
@@ -155,7 +155,7 @@ def test_a_program_starts_where_the_marker_of_its_store_cannot_be_read(tmp_path:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_an_exit_code_of_the_program_is_how_its_run_ended(tmp_path: Path) -> None:
     ending = "if __name__ == '__main__':\n    import sys\n    sys.exit(3)\n"
     assert run_program(tmp_path, PROGRAM + ending).returncode == 3
@@ -185,14 +185,14 @@ def test_a_program_that_is_over_and_recorded_nothing_has_ended(tmp_path: Path) -
     assert state_of_the_run(tmp_path) == "created"  # another machine's process cannot be seen
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_program_that_does_not_train_is_not_affected(tmp_path: Path) -> None:
     done = run_program(tmp_path, "import torch\nprint(torch.ones(2).sum().item())")
     assert done.stdout == "2.0\n"
     assert recorded(tmp_path).steps() == []
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_program_with_a_hook_of_its_own_is_recorded_once(tmp_path: Path) -> None:
     own = PROGRAM.replace(
         "losses = []", "import watchstep\nhook = watchstep.Hook()\nhook.watch(model, optimizer)\nlosses = []"
@@ -211,7 +211,7 @@ def test_a_sitecustomize_that_was_there_still_runs(tmp_path: Path) -> None:
     assert done.stdout == "here\n"
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_data_loader_workers_do_not_record(tmp_path: Path) -> None:
     body = PROGRAM.replace(
         "losses = []",
@@ -263,7 +263,7 @@ def test_what_was_stopped_does_not_start_again(tmp_path: Path) -> None:
     assert hint.startswith("  hint: ")
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_without_a_service_rules_are_retained_with_the_run(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("rules:\n  - rule: nan_or_inf\n")
@@ -302,7 +302,7 @@ def test_bad_input_is_reported_in_two_lines(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_service_that_does_not_answer_is_reported_once(tmp_path: Path) -> None:
     body = """
         import watchstep
@@ -317,7 +317,7 @@ def test_a_service_that_does_not_answer_is_reported_once(tmp_path: Path) -> None
     assert done.stdout.startswith("UnreachableError: service http://127.0.0.1:9 does not respond")
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_bucket_that_is_not_there(tmp_path: Path, s3: object) -> None:
     strict = watchstep("run", "--require-store", "--store", "s3://missing/runs", "--", "true")
     assert strict.returncode == 2
@@ -343,7 +343,7 @@ def test_a_first_step_that_a_gradient_scaler_skips_is_recorded(tmp_path: Path) -
     assert run.tensor("body.weight:gradient").steps() == list(range(2, 20))
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_file_in_the_place_of_the_private_folder_does_not_end_the_program(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -356,7 +356,7 @@ def test_a_file_in_the_place_of_the_private_folder_does_not_end_the_program(tmp_
     assert "claim" in run.ends()[0].health["faults"]
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 def test_a_folder_of_another_user_does_not_mute_the_recorder(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
@@ -374,7 +374,7 @@ def test_a_folder_of_another_user_does_not_mute_the_recorder(tmp_path: Path) -> 
     assert recorded(tmp_path).steps() == list(range(20))
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_second_process_of_a_rank_states_that_it_is_not_recorded(tmp_path: Path) -> None:
     body = (
         PROGRAM
@@ -386,7 +386,7 @@ def test_a_second_process_of_a_rank_states_that_it_is_not_recorded(tmp_path: Pat
     assert len(recorded(tmp_path).attempts) == 1
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -407,7 +407,7 @@ def test_no_fault_of_the_recorder_ends_the_program(tmp_path: Path, body: str, me
     assert message in done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_run_that_has_attempts_is_recorded_again_with_a_warning_unless_it_is_resumed(
     tmp_path: Path,
 ) -> None:

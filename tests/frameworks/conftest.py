@@ -1,0 +1,23 @@
+"""Which tests of frameworks wait for a release: Keras on other backends than TensorFlow's, each of which trains all programs anew."""
+
+from __future__ import annotations
+
+import pytest
+
+_OTHER_BACKENDS = {
+    ("backend", "jax"),
+    ("backend", "torch"),
+    ("framework", "keras-jax"),
+    ("framework", "keras-torch"),
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark them."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and _OTHER_BACKENDS & {
+            (name, value) for name, value in callspec.params.items() if isinstance(value, str)
+        }:
+            item.add_marker(pytest.mark.release)
