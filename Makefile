@@ -69,12 +69,6 @@ test-web: $(STAMP) $(PAGE)
 test-ci: $(STAMP) $(PAGE)
 	$(SUITE) test-ci $(SUITE_ARGS)
 
-# The third tier: compilers, wheels, campaigns, fuzzing, and laws on more examples. An hour, before a release.
-test-release: wheel $(FRAMEWORKS)/.installed
-	$(SUITE) test-release $(SUITE_ARGS)
-	$(SUITE) test-laws $(SUITE_ARGS)
-	$(FRAMEWORKS)/bin/python -m pytest -m release tests/frameworks
-
 # Stores and disks that fail, processes that are ended in every way: a minute or two.
 test-faults: $(STAMP)
 	$(SUITE) test-faults $(SUITE_ARGS)
@@ -104,6 +98,12 @@ $(FRAMEWORKS)/.installed: requirements/frameworks.txt requirements/torch.txt pyp
 
 test-frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m tests.suite test-frameworks $(SUITE_ARGS)
+
+# The third tier: compilers, wheels, campaigns, fuzzing, and laws on more examples. An hour, before a release.
+test-release: wheel $(FRAMEWORKS)/.installed
+	$(SUITE) test-release $(SUITE_ARGS)
+	$(SUITE) test-laws $(SUITE_ARGS)
+	$(FRAMEWORKS)/bin/python -m pytest -m release tests/frameworks
 
 # The life of alerts beside its model, many times over.
 test-life: $(STAMP)
