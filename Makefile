@@ -99,7 +99,7 @@ $(FRAMEWORKS)/.installed: requirements/frameworks.txt requirements/torch.txt pyp
 test-frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m tests.suite test-frameworks $(SUITE_ARGS)
 
-# The third tier: compilers, wheels, campaigns, fuzzing, and laws on more examples. An hour, before a release.
+# The third tier: compilers, wheels, campaigns, fuzzing, and laws on more examples. By hand, before a release.
 test-release: wheel $(FRAMEWORKS)/.installed
 	$(SUITE) test-release $(SUITE_ARGS)
 	$(SUITE) test-laws $(SUITE_ARGS)

@@ -24,7 +24,7 @@ if find_spec("torch") is None or version("torch").endswith("+cpu") or not Path("
 # ten times the processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# How many examples a law is held to, where it does not say so itself; `make test-laws` asks for more.
+# How many examples a law is held to, where it does not say so itself; `tests.suite` gives each tier its number.
 settings.register_profile(
     "repeatable",
     max_examples=int(os.environ.get("WATCHSTEP_LAW_EXAMPLES", "40")),

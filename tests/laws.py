@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-_OF_CI = 40
+_USUAL = 40
+"""Of laws that do not say so, without a tier (`tests/conftest.py`)."""
 
 
-def examples(in_ci: int) -> int:
+def examples(number: int) -> int:
     """Return how many examples a law has that needs another number than others: fewer at a commit, more before a release."""
-    return max(5, in_ci * settings().max_examples // _OF_CI)
+    return max(5, number * settings().max_examples // _USUAL)

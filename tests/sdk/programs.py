@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,21 +15,18 @@ def run_program(
     source: str,
     *arguments: str | Path,
     ranks: int = 0,
-    timeout: float = 300,
+    timeout: float = 900,
     **environment: str,
 ) -> str:
     """Run a Python program, under torchrun where a number of ranks is given. It must succeed. Returns its output."""
     program = folder / "train.py"
     program.write_text(source)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, *(torchrun if ranks else []), program, *arguments],
+    return run_python(
+        *(torchrun if ranks else []),
+        program,
+        *arguments,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
         cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=timeout,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
