@@ -87,9 +87,11 @@ def test_schemas_have_different_names_in_generated_clients(api: Api) -> None:
 
 def test_requests_for_the_document_are_limited_by_address(api: Api) -> None:
     app = create_app(api.driven.with_settings(failures_per_minute=3).service)
-    for place in ("/docs", "/openapi.json", "/docs"):
-        assert ask(app, "GET", place).status == 200
-    refused = ask(app, "GET", "/openapi.json")
+    answers = [
+        ask(app, "GET", place) for place in ("/docs", "/openapi.json", "/docs", "/openapi.json", "/docs")
+    ]
+    assert [answer.status for answer in answers[:3]] == [200] * 3
+    refused = answers[-1]  # the one before passes where a window ends meanwhile
     assert refused.status == 429
     assert 0 < int(refused.headers["retry-after"]) <= 60
     assert {ask(app, "GET", "/healthz").status for _ in range(10)} == {200}
