@@ -25,7 +25,6 @@ TOOLS = (
     "hypothesis>=6.110",
     "psutil>=6",
     "pytest-timeout>=2.3",
-    "pytest-xdist>=3.6",
     "pytest>=8.3",
     "safetensors>=0.5",
 )
@@ -166,7 +165,9 @@ def run(row: Row, folder: Path, *, keeps: bool) -> Result:
             "-m",
             "pytest",
             "-q",
-            "-n",
+            "-p",
+            "tests.forking",
+            "--workers",
             "2",
             "-p",
             "no:cacheprovider",

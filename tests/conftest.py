@@ -42,14 +42,6 @@ def _cpu_seconds() -> tuple[float, float]:
     return times.user + times.system, times.children_user + times.children_system
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Distribute files by a scheduler that survives a crash of a worker."""
-    from tests.scheduling import make_scheduler
-
-    return make_scheduler(config, log)
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """Note where a test's processor time begins."""

@@ -267,7 +267,7 @@ def _few(failed: list[Case]) -> bool:
 
 def _pytest(suite: Suite, arguments: list[str], report: Path) -> tuple[int, list[Case]]:
     report.unlink(missing_ok=True)
-    workers = ["-n", str(suite.workers), "--dist", "loadfile"] if suite.workers else []
+    workers = ["-p", "tests.forking", "--workers", str(suite.workers)] if suite.workers else []
     environment = dict(os.environ)
     if suite.examples is not None:
         environment["WATCHSTEP_LAW_EXAMPLES"] = str(suite.examples)

@@ -11,8 +11,8 @@ import pytest
 from tests import suite
 from tests.suite import Case, Suite
 
-# Packages whose import takes 0.1 s of processor time and more. Every process that runs tests imports every test module, so a
-# module imports them in its fixtures and tests. PyTorch (1 s) is not among them: tests of most folders need it in each process.
+# Packages whose import takes 0.1 s of processor time and more. A run of few tests imports their modules alone, so a module imports
+# such a package in its fixtures and tests. PyTorch (1 s) is not among them: tests of most folders need it in each process.
 HEAVY = {
     "accelerate", "lightning", "matplotlib", "moto", "optuna", "pandas", "pgserver", "ray", "sklearn", "tensorboard",
     "transformers", "wandb", "xgboost",
@@ -42,6 +42,7 @@ def _imported(body: list[ast.stmt]) -> Iterator[str]:
             yield from _imported(statement.body)
 
 
+@pytest.mark.ci
 def test_collection_imports_no_heavy_framework() -> None:
     folder = Path(suite.ROOT) / "tests"
     wrong: dict[str, list[str]] = {}
@@ -63,6 +64,7 @@ def small(tmp_path: Path) -> Suite:
     return Suite((str(tmp_path / "test_small.py"), "-p", "no:cacheprovider"), workers=0)
 
 
+@pytest.mark.ci
 def test_a_failing_suite_ends_with_a_line_for_each_failed_test(small: Suite, tmp_path: Path) -> None:
     result = suite.run("small", small, tmp_path, [], retry=True)
     assert (result.passed, result.flaky) == (False, [])
@@ -71,6 +73,7 @@ def test_a_failing_suite_ends_with_a_line_for_each_failed_test(small: Suite, tmp
     assert last.endswith("test_fails: AssertionError: because"), last
 
 
+@pytest.mark.ci
 def test_a_suite_that_exceeds_its_budget_fails(
     small: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,11 +84,8 @@ def test_a_suite_that_exceeds_its_budget_fails(
     assert "exceeded its budget" in suite.summary("small", result)[-1]
 
 
+@pytest.mark.ci
 def test_a_crash_of_a_worker_fails_the_test_in_it_and_all_others_run(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(
-        "from tests.conftest import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler\n",
-        encoding="utf-8",
-    )
     for name in ("first", "second", "third"):
         (tmp_path / f"test_{name}.py").write_text(
             "import os, pytest\n"
@@ -120,6 +120,7 @@ def test_a_tier_collects_only_what_may_have_a_test_of_it() -> None:
     assert chosen["test-release"] == {crash}
 
 
+@pytest.mark.ci
 def test_a_report_names_suites_reasons_of_skips_and_what_needed_another_run(
     small: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
