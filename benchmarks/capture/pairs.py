@@ -43,6 +43,7 @@ _SHORT = {
     "transformer_small": Turns(20, 4),
     "mlp": Turns(20, 4),
     "cnn": Turns(20, 4),
+    "gpt": Turns(20, 4),
 }
 # The budget does not do the same at each step, so its blocks are long.
 _LONG = {
@@ -50,6 +51,7 @@ _LONG = {
     "transformer_small": Turns(10, 25, _DENSE),
     "mlp": Turns(10, 25, _DENSE),
     "cnn": Turns(10, 25, _DENSE),
+    "gpt": Turns(10, 20, _DENSE),
 }
 _QUICK = Turns(4, 2)
 _CHOSEN: dict[str, tuple[type[instruments.Watchstep], dict[str, Turns]]] = {
@@ -136,10 +138,12 @@ def measured(workload: str, variant: type[instruments.Watchstep], turns: Turns) 
 
 def main() -> None:
     """Run it."""
-    given = arguments(__doc__ or "").parse_args()
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", choices=list(WORKLOADS), action="append", help="leave the others out")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     report = Report("Capture, by turns in one process", quick=given.quick)
-    for workload in WORKLOADS:
+    for workload in given.only or WORKLOADS:
         for name, (variant, turns) in _CHOSEN.items():
             taken = measured(workload, variant, _QUICK if given.quick else turns[workload])
             low, _, high = statistics.quantiles(taken.ratios, n=4)

@@ -49,12 +49,12 @@ VARIANTS = {
     "gate": Variant(
         "gate alone",
         instruments.Gate,
-        {"transformer": 1.01, "transformer_small": 1.02, "mlp": 1.01, "cnn": 1.01},
+        {"transformer": 1.01, "transformer_small": 1.02, "mlp": 1.01, "cnn": 1.01, "gpt": 1.01},
     ),
     "budget": Variant(
         "defaults, budget 1 %",
         instruments.Budget,
-        {"transformer": 1.01, "transformer_small": 1.01, "mlp": 1.01, "cnn": 1.01},
+        {"transformer": 1.01, "transformer_small": 1.01, "mlp": 1.01, "cnn": 1.01, "gpt": 1.01},
         period=10,
         mean=True,
     ),

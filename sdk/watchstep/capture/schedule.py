@@ -2,13 +2,17 @@
 
 The recorder measures its own time. Every step adds an allowance, a share of the time of the program's own work; the cost
 of measuring, of writing (up to four fifths of the allowance) and of the empty hooks is subtracted from it. A collection is measured when the saved allowance
-pays for it, starting with the one that has waited longest. In the first hundred steps the allowance is ten times as large, because
+pays for it, starting with the one that has waited longest. In the first hundred steps the allowance is four times as large, because
 most faults show there. If steps are so short that their share pays for nothing, each step adds a fixed allowance,
 and the cost of the empty hooks is not subtracted.
+
+Whatever the allowance pays for, each collection is measured at least every `LONGEST_GAP` steps, and less often later, as long as measuring
+takes at most `FLOOR_FACTOR` times the budget. Otherwise a program whose fixed cost is above its budget would have no data.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +25,21 @@ from watchstep.capture.health import RecorderHealth
 from watchstep.format.tensors import Mode
 
 DENSE_STEPS = 100
-DENSE_FACTOR = 10.0
+DENSE_FACTOR = 4.0
+LONGEST_GAP = 10
+"""Steps between two records of a collection, at most, up to step `EARLY_STEPS`."""
+
+EARLY_STEPS = 1000
+LATE_GAP = 50
+LATE_SECONDS = 10.0
+"""After `EARLY_STEPS`: `LATE_GAP` steps or so many seconds, whichever is longer."""
+
+FLOOR_FACTOR = 3.0
+"""Maximum cost of measuring for the longest gap, as a multiple of the budget. If it would take more, the gap is longer."""
+
+SHORT_STEP = 0.005
+"""Seconds of a step below which there is no longest gap: the fixed allowance alone decides."""
+
 _FIRST_RECORDS = 3
 """Number of records of each collection at the first steps, whatever they cost, for rules that evaluate three in a row: a training with a
 poor initialization shows it at once."""
@@ -212,6 +230,28 @@ class Budget:
         return self._saved >= 0
 
     @property
+    def gap(self) -> float:
+        """Maximum number of steps between two records of a collection at this step; infinite if steps are short."""
+        if self._step_time is None or self._step_time < SHORT_STEP:
+            return math.inf
+        early = self._steps < EARLY_STEPS
+        return max(
+            LONGEST_GAP if early else max(LATE_GAP, LATE_SECONDS / self._step_time), self._cheapest_gap()
+        )
+
+    def _cheapest_gap(self) -> float:
+        """Return the number of steps between two records of all collections for which measuring takes `FLOOR_FACTOR` times the budget."""
+        room = FLOOR_FACTOR * self.share * (self._step_time or 0.0)
+        return sum(unit.cost or 0.0 for unit in self._units.values()) / room if room > 0 else math.inf
+
+    @property
+    def lacks_data(self) -> bool:
+        """Whether collections are measured less often than every `LONGEST_GAP` steps because that would cost too much, after the first steps."""
+        if self._steps < DENSE_STEPS or self._step_time is None or self._step_time < SHORT_STEP:
+            return False
+        return self._cheapest_gap() > (LONGEST_GAP if self._steps < EARLY_STEPS else LATE_GAP)
+
+    @property
     def floor_exceeds(self) -> bool:
         """Whether the gate and the empty hooks alone exceed the budget, after the first steps."""
         if self._steps < DENSE_STEPS:
@@ -242,8 +282,11 @@ class Budget:
             self._owed -= paid
             self._saved += added - paid
         highest_cost = max((unit.cost or 0.0 for unit in self._units.values()), default=0.0)
-        self._saved = min(self._saved, _MAX_SAVED * highest_cost)
-        remaining, due = self._saved, set()
+        # What the longest gap requires beyond the allowance is not repaid for long.
+        self._saved = max(-_MAX_SAVED * highest_cost, min(self._saved, _MAX_SAVED * highest_cost))
+        gap = self.gap
+        due = {unit.name for unit in self._units.values() if step - unit.last >= gap}
+        remaining = self._saved
         for unit in sorted(self._units.values(), key=lambda unit: unit.last):
             if unit.cost is not None and unit.cost > remaining:
                 break  # save up for the one that has waited longest
@@ -306,7 +349,7 @@ class Schedule:
         self._bad_steps = 0
         self._bad_series = 0
         self._affords_bad_series = True
-        self._floor_noted = False
+        self._floor_noted = self._gap_noted = False
         self._query, self._is_any_due = (-1, 0), False
         self.bursts = 0
         self._burst_end = -1
@@ -485,6 +528,13 @@ class Schedule:
             self._health.note(
                 "budget",
                 "the gate and the empty hooks alone exceed the budget, because steps are tiny; measuring uses its fixed allowance",
+            )
+        if not self._gap_noted and self.budget.lacks_data:
+            self._gap_noted = True
+            self._health.note(
+                "gaps",
+                f"tensors are measured less often than every {LONGEST_GAP} steps, because that would take more than "
+                f"{FLOOR_FACTOR * self.budget.share:.1%} of the program's time; leave out collections, or raise overhead_budget",
             )
 
 

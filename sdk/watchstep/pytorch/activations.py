@@ -434,7 +434,8 @@ class ActivationHooks:
         if mode != "train" or not self._hooked or self._unseen or self._session.full_tensors.active:
             return
         self._decide_for(mode)
-        if all(self._due(collections, mode) is None for collections in self._hooked_collections):
+        is_any_due = self._schedule.any_due(self._session.used_collections, self._recorder.step)
+        if not is_any_due or all(self._due(chosen, mode) is None for chosen in self._hooked_collections):
             self._unmeasured.step, self._unmeasured.thread = self._recorder.step, get_ident()
 
     def leave(self) -> None:

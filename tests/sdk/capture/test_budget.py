@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep.capture.config import ADAPTIVE, Cadence, CaptureConfig, Collection
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.schedule import DENSE_STEPS, Budget, Schedule
+from watchstep.capture.schedule import DENSE_STEPS, FLOOR_FACTOR, LATE_GAP, LONGEST_GAP, Budget, Schedule
 from watchstep.format.tensors import Mode
 
 
@@ -24,14 +25,17 @@ class Clock:
 
 
 class Simulation:
-    """Steps of ten milliseconds under a budget; what is due costs what it costs.
+    """Steps under a budget; what is due costs what it costs.
 
     Args:
         dense: has the first steps behind it, which are measured more often.
+        seconds: of a step; below 5 ms no step is measured for a longest gap.
     """
 
-    def __init__(self, costs: Mapping[str, float], share: float = 0.01, *, dense: bool = True) -> None:
-        self.costs, self.clock, self.step = dict(costs), Clock(), 0
+    def __init__(
+        self, costs: Mapping[str, float], share: float = 0.01, *, dense: bool = True, seconds: float = 0.004
+    ) -> None:
+        self.costs, self.clock, self.step, self.seconds = dict(costs), Clock(), 0, seconds
         self.budget = Budget(list(costs), share, clock=self.clock)
         if dense:
             self.run(DENSE_STEPS)
@@ -45,7 +49,7 @@ class Simulation:
                     self.clock.now += cost
                     self.budget.spent(name, cost)
                     measured[name] += 1
-            self.clock.now += 0.01
+            self.clock.now += self.seconds
         self.step += steps
         return measured
 
@@ -55,9 +59,35 @@ costs = st.dictionaries(st.sampled_from("abcd"), st.floats(1e-6, 0.2), min_size=
 
 @given(costs=costs, share=st.sampled_from([0.001, 0.01, 0.1]))
 def test_after_the_first_steps_it_keeps_to_its_share(costs: dict[str, float], share: float) -> None:
-    measured = Simulation(costs, share).run(3000)
+    simulation = Simulation(costs, share)
+    measured = simulation.run(3000)
     spent = sum(costs[name] * times for name, times in measured.items())
-    assert spent <= share * 3000 * 0.01 + 2 * max(costs.values())
+    assert spent <= share * 3000 * simulation.seconds + 2 * max(costs.values())
+
+
+@given(costs=costs, share=st.sampled_from([0.001, 0.01]))
+def test_each_collection_is_measured_every_ten_steps_unless_that_costs_three_times_the_budget(
+    costs: dict[str, float], share: float
+) -> None:
+    simulation = Simulation(costs, share, seconds=0.1)
+    gaps, spent = dict.fromkeys(costs, 0), 0.0
+    longest = dict(gaps)
+    for _ in range(800):
+        for name, times in simulation.run(1).items():
+            gaps[name] = 0 if times else gaps[name] + 1
+            longest[name] = max(longest[name], gaps[name])
+            spent += times * costs[name]
+    if sum(costs.values()) <= LONGEST_GAP * FLOOR_FACTOR * share * simulation.seconds:
+        assert max(longest.values()) < LONGEST_GAP
+    assert spent <= FLOOR_FACTOR * share * 800 * simulation.seconds * 1.01 + 2 * sum(costs.values())
+
+
+def test_later_collections_are_measured_every_fifty_steps_or_ten_seconds() -> None:
+    for seconds, gap in ((1.0, LATE_GAP), (0.02, 500)):
+        # The budget pays for a record every 2 * gap steps, and three times the budget for one at each gap.
+        simulation = Simulation({"a": 0.002 * gap * seconds}, 0.001, seconds=seconds)
+        simulation.run(1000)
+        assert simulation.run(3000)["a"] == pytest.approx(3000 / gap, abs=2), seconds
 
 
 @given(costs=costs, share=st.sampled_from([0.001, 0.01]))
@@ -70,36 +100,36 @@ def test_the_first_three_steps_measure_everything_whatever_that_costs(
 
 
 def test_cheap_measurements_are_made_most_often_and_expensive_ones_in_turn() -> None:
-    measured = Simulation({"cheap": 1e-5, "dear": 2e-3}).run(2000)
+    measured = Simulation({"cheap": 1e-5, "dear": 8e-4}).run(2000)
     assert measured["dear"] > 50
     assert measured["cheap"] >= measured["dear"]
 
 
 def test_missing_objects_delay_nothing() -> None:
-    simulation = Simulation({"gone": 5e-3, "left": 4e-3})
+    simulation = Simulation({"gone": 2e-3, "left": 1.6e-3})
     del simulation.costs["gone"]
     assert simulation.run(4000)["left"] > 40
 
 
 def test_the_first_hundred_steps_are_dense() -> None:
-    simulation = Simulation({"a": 1e-3}, dense=False)
+    simulation = Simulation({"a": 4e-4}, dense=False)
     early, late = (simulation.run(DENSE_STEPS)["a"] for _ in range(2))
-    assert early > 5 * late
+    assert early > 3 * late
 
 
 def test_writing_is_paid_for_too() -> None:
-    simulation = Simulation({"a": 1e-4})
+    simulation = Simulation({"a": 4e-5})
     assert simulation.run(500)["a"] > 400
     for _ in range(500):
-        simulation.budget.written(9e-5)
+        simulation.budget.written(3.6e-5)
         simulation.run(1)
     assert simulation.budget.as_data()["share"] < 0.03
 
 
 def test_a_writer_that_costs_more_than_the_budget_does_not_end_measuring() -> None:
-    simulation, measured = Simulation({"a": 1e-4}), 0
+    simulation, measured = Simulation({"a": 4e-5}), 0
     for _ in range(1000):
-        simulation.budget.written(1e-3)
+        simulation.budget.written(4e-4)
         measured += simulation.run(1)["a"]
     assert 150 < measured < 250  # a fifth of the allowance
 
@@ -132,18 +162,18 @@ def test_a_demand_is_for_three_bad_steps_in_a_row() -> None:
 def test_many_short_series_of_bad_steps_keep_to_the_budget() -> None:
     clock = Clock()
     health = RecorderHealth()
-    schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}, clock=clock), health)
+    schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}, allowance_seconds=0, clock=clock), health)
     bad_measured, cost = 0, 0.0
     for step in range(3000):
         if step % 3 == 0:
             bad_measured += schedule.demand(step)
         if schedule.due(("a",), step):
             since = clock.now
-            clock.now += 0.02
+            clock.now += 0.0008
             schedule.spent("a", since)
-            cost += 0.02 if step >= 1000 else 0.0
-        clock.now += 0.1
-    assert cost <= 0.01 * 2000 * 0.1 + 0.02
+            cost += 0.0008 if step >= 1000 else 0.0
+        clock.now += 0.004
+    assert cost <= 0.01 * 2000 * 0.004 + 0.0008
     assert 8 <= bad_measured < 400
     assert health.as_data()["counts"]["unmeasured_bad_steps"] == 1000 - bad_measured
 

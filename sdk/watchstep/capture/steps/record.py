@@ -420,6 +420,9 @@ class LossOnsets:
 _MAX_VALUES = 1024
 """Number of values per name that are kept separately in host memory; more are merged."""
 
+_MAX_PLAIN_VALUES = 32
+"""Number of values per name, such as losses of micro-batches, that are merged outside the training thread."""
+
 _MAX_ON_DEVICE = 256
 """Number of values per name that are kept on a device until they are measured together."""
 
@@ -463,9 +466,10 @@ class _Scalar:
     unmeasured: dict[int, list[DeviceScalar]] = field(default_factory=dict)
 
     @property
-    def is_one_value(self) -> bool:
-        """Whether it has one value of weight 1 in host memory."""
-        return len(self.values) == 1 and self.weights[0] == 1 and self.merged is None
+    def plain_values(self) -> int:
+        """Number of its values in host memory if each has weight 1, and they are few; otherwise 0."""
+        is_plain = self.merged is None and len(self.values) <= _MAX_PLAIN_VALUES and set(self.weights) == {1}
+        return len(self.values) if is_plain else 0
 
     def add(self, value: float, weight: int) -> None:
         self.values.append(value)
@@ -577,20 +581,20 @@ class ScalarValues:
 
     def rows(self) -> Iterator[tuple[Mode, Group, Measurement, Condition | None]]:
         """Yield the rows of the step so far: values in host memory by mode, the others one by one."""
-        by_mode: dict[Mode, list[_Scalar]] = {}
+        alike: dict[tuple[Mode, int], list[_Scalar]] = {}
         for (mode, _), scalar in self._scalars.items():
             scalar.measure_rest()
             for measurement, condition in scalar.measured:
                 yield mode, Group.of((self._described(mode, scalar.info),)), measurement, condition
             if scalar.values or scalar.merged is not None:
-                by_mode.setdefault(mode, []).append(scalar)
-        for mode, members in by_mode.items():
+                alike.setdefault((mode, scalar.plain_values), []).append(scalar)
+        for (mode, values), members in alike.items():
             infos = tuple(self._described(mode, scalar.info) for scalar in members)
             group = self._groups.setdefault(infos, Group.of(infos))
-            if all(scalar.is_one_value for scalar in members):
-                numbers = StepNumbers(tuple(float(scalar.values[0]) for scalar in members))
-                yield mode, group, numbers, None
-            else:
+            # Several values of one name are merged outside the training thread, like other rows of one tensor.
+            for place in range(values):
+                yield mode, group, StepNumbers(tuple(float(scalar.values[place]) for scalar in members)), None
+            if not values:
                 statistics = StatisticsBatch.concatenate([scalar.statistics() for scalar in members])
                 yield mode, group, Completed(statistics), None
 

@@ -32,6 +32,7 @@ except ImportError:  # Windows has none; shared memory has no file descriptors t
 _MAX_DEPTH, _MAX_VISITS = 6, 512
 """Limits of the values that are looked at at each pass."""
 
+_EMPTY = {tuple, dict}
 _MAX_MICRO_BATCHES = 4096
 _MAX_LOSSES = 16
 """Losses of a micro-batch that are referenced."""
@@ -70,12 +71,12 @@ class Contents:
         No method of the program's own classes is called, because a container may load or compute what it returns.
         """
         contents = cls()
-        waiting = [(value, 0) for value in values]
+        waiting = [(value, 0) for value in values if type(value) not in _EMPTY or value]
         visits = 0
         while waiting:
             value, depth = waiting.pop()
             visits += 1
-            entries = None if contents._add(value) else _entries_of(value)
+            entries = contents._add(value)
             if entries is None:
                 continue
             room = _MAX_VISITS - visits - len(waiting)
@@ -87,12 +88,13 @@ class Contents:
             waiting += [(entry, depth + 1) for entry in taken[:room]]
         return contents
 
-    def _add(self, value: Any) -> bool:
-        """Add a value without entries. Returns False for any other."""
+    def _add(self, value: Any) -> Iterator[Any] | None:
+        """Add a value without entries, or return the entries of any other."""
         if isinstance(value, Tensor):
             if value.layout is torch.strided and not value.is_nested:
                 self.bytes += value.numel() * value.element_size()
-                if value.device.type == "cpu" and type(value) is Tensor and value.is_shared():
+                # `Tensor.is_shared` makes an object of a deprecated class, which takes ten times as long.
+                if value.is_cpu and type(value) is Tensor and value.untyped_storage().is_shared():
                     self.shared.add(id(value))
             else:
                 self.is_complete = False
@@ -102,10 +104,10 @@ class Contents:
         elif type(value) in {str, bytes}:
             self.bytes += len(value)
         elif value is not None and type(value) not in {bool, int, float}:
-            if _entries_of(value) is not None:
-                return False
-            self.is_complete = False
-        return True
+            entries = _entries_of(value)
+            self.is_complete &= entries is not None
+            return entries
+        return None
 
 
 def _entries_of(value: Any) -> Iterator[Any] | None:
