@@ -26,6 +26,7 @@ from watchstep_services.db.schema import upgrade
 # Audit
 
 
+@pytest.mark.ci
 def test_what_an_evaluation_and_a_dispatch_write_is_seen_apart(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

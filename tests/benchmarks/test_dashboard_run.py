@@ -18,6 +18,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return open_run(make_run(tmp_path_factory.mktemp("store"), STEPS))
 
 
+@pytest.mark.ci
 def test_the_run_is_recorded_and_compacted(run: Run) -> None:
     assert run.index.manifest is not None
     assert not run.index.segments

@@ -21,6 +21,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_objects_that_claim_to_be_large_are_refused_within_the_bound(recorded: Path, kind: str) -> None:
     _, _, outcome = run_child(recorded, kind, 0, 0)

@@ -161,6 +161,7 @@ def fired(run: Run) -> dict[str, str]:
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("example", ALL, ids=lambda example: example.file)
 def test_an_example_runs_and_is_healthy(example: Example, tmp_path: Path) -> None:
     pytest.importorskip(example.package)
@@ -207,6 +208,7 @@ def test_the_fault_of_an_example_fires_its_rule(fault: Fault, tmp_path: Path) ->
     assert all(f"'{rule}': " in output for rule in fault.rules)
 
 
+@pytest.mark.ci
 def test_the_guard_stops_the_training_in_numpy(tmp_path: Path) -> None:
     output, run = execute(
         WITHOUT_FRAMEWORKS, EXAMPLES / "numpy_training.py", tmp_path, "--learning-rate", "3"
@@ -218,6 +220,7 @@ def test_the_guard_stops_the_training_in_numpy(tmp_path: Path) -> None:
     assert len((EXAMPLES / "numpy_training.py").read_text(encoding="utf-8").splitlines()) <= 40
 
 
+@pytest.mark.ci
 def test_the_notebook_finds_its_nan(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -81,6 +81,7 @@ def test_what_is_copied_exists_and_is_not_ignored() -> None:
         assert f"!{source}" in ignore
 
 
+@pytest.mark.ci
 def test_the_wheel_is_built_from_what_is_copied(tmp_path: Path) -> None:
     for source, target in copied():
         if (ROOT / source).is_dir():

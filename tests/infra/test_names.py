@@ -35,6 +35,7 @@ def trees() -> list[tuple[str, ast.Module]]:
     ]
 
 
+@pytest.mark.ci
 def test_public_class_names_are_unique() -> None:
     places = defaultdict(list)
     for path, tree in trees():
@@ -123,6 +124,7 @@ def retired(names: Iterable[str]) -> list[str]:
     return sorted(f"{name}: {word}" for name in set(names) for word in RETIRED if f"_{word}_" in tokens(name))
 
 
+@pytest.mark.ci
 def test_retired_words_are_in_no_class_or_function() -> None:
     assert not retired(
         node.name
@@ -199,6 +201,7 @@ def defined(module: str) -> set[str] | None:
     return None
 
 
+@pytest.mark.ci
 def test_embedded_programs_import_what_exists() -> None:
     """Programs in strings, pages and notebooks are seen by no type checker."""
     missing = []

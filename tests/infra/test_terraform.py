@@ -62,6 +62,7 @@ PERMISSIONS = ("service", "store", "recorder")
 TRUST = ("service_trust", "store_trust", "recorder_trust")
 
 
+@pytest.mark.ci
 def test_whatever_is_named_is_there() -> None:
     declared_names = set(resources()) | set(resources("data"))
     declared_names |= {f"var.{name}" for block in blocks("variable") for name in block}

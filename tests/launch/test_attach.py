@@ -89,6 +89,7 @@ def foreign(started: Callable[..., Foreign]) -> Foreign:
     return started("by-hand")
 
 
+@pytest.mark.ci
 def test_a_job_that_was_started_by_hand_is_stopped_by_the_rule_that_was_attached(
     started: Callable[..., Foreign],
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_job_and_a_run_of_others_are_refused(foreign: Foreign, started: Callab
     assert (foreign.process.poll(), other.process.poll()) == (None, None)
 
 
+@pytest.mark.ci
 def test_a_named_service_that_looks_elsewhere_is_refused(
     foreign: Foreign, sqlite: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

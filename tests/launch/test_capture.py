@@ -63,6 +63,7 @@ def output(estimator: Estimator, **changes: object) -> str:
     return text
 
 
+@pytest.mark.ci
 def test_the_content_of_a_file_reaches_the_job(estimate: Estimator, tmp_path: Path) -> None:
     path = tmp_path / "capture.yaml"
     path.write_text("collections: {head: {include: 'head[.]', tensors: {every: 10}}}\n")
@@ -95,6 +96,7 @@ def test_an_invalid_document_launches_nothing(
         assert session.query(RunRow).count() == 0
 
 
+@pytest.mark.ci
 def test_a_launch_without_a_document_receives_the_projects(estimate: Estimator, url: str) -> None:
     put_project(url, PROJECT)
     assert json.loads(output(estimate)) == PROJECT
@@ -104,6 +106,7 @@ def test_a_launch_without_a_document_receives_the_projects(estimate: Estimator, 
     assert output(estimate, project="other") == "none"
 
 
+@pytest.mark.ci
 def test_the_program_precedes_the_project(estimate: Estimator, url: str, tmp_path: Path) -> None:
     put_project(url, PROJECT)
     (tmp_path / "train.py").write_text(OWN)
@@ -133,6 +136,7 @@ def wrapped(
     )
 
 
+@pytest.mark.ci
 def test_watchstep_run_receives_the_projects_document(url: str, tmp_path: Path) -> None:
     put_project(url, PROJECT)
     done = wrapped(tmp_path, PROGRAM)
@@ -160,6 +164,7 @@ def test_a_program_starts_without_an_answer_of_the_service(tmp_path: Path, url: 
     assert (done.returncode, done.stdout) == (0, "none")
 
 
+@pytest.mark.ci
 def test_a_document_of_a_later_version_is_left_out(
     tmp_path: Path, url: str, estimate: Estimator, driven_sqlite: Driven, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,6 +187,7 @@ OWNERS: dict[str, Any] = {
 NEEDS = "import os, sys; sys.stdout.write(os.environ.get('WATCHSTEP_NEEDS', ''))\n"
 
 
+@pytest.mark.ci
 def test_a_launch_captures_what_the_rules_of_the_project_need(
     estimate: Estimator, url: str, tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ def written(job: Job) -> bytes:
     return b"".join(job.logs())
 
 
+@pytest.mark.ci
 def test_a_fault_is_stopped_by_its_rule_and_the_events_name_it(estimate: Estimator) -> None:
     rules = [non_finite_values().stop(), vanishing_gradient(threshold=1e-7).notify("ml-oncall")]
     job = changed(estimate, program="train.py", arguments=("12", "100000"), rules=rules).fit(wait=False)
@@ -120,6 +121,7 @@ def test_a_fault_is_stopped_by_its_rule_and_the_events_name_it(estimate: Estimat
     assert once_more.status() == JobStatus("ended", EXIT_TOMBSTONE)  # what was stopped stays stopped
 
 
+@pytest.mark.ci
 def test_a_launched_program_measures_what_its_rules_need(estimate: Estimator) -> None:
     rules = [sagemaker_saturated_activation(threshold_tanh_min=7.0, threshold_tanh_max=8.0).stop()]
     job = changed(estimate, program="train.py", arguments=("-1", "100000"), rules=rules).fit(wait=False)
@@ -128,6 +130,7 @@ def test_a_launched_program_measures_what_its_rules_need(estimate: Estimator) ->
     assert fired.data["finding"]["tensor"] == "1:output"
 
 
+@pytest.mark.ci
 def test_a_healthy_run_is_left_alone(estimate: Estimator, caplog: pytest.LogCaptureFixture) -> None:
     rules = [non_finite_values().stop().notify("of-nobody")]
     job = changed(estimate, program="train.py -1 30", rules=rules).fit()
@@ -147,6 +150,7 @@ def test_a_program_gets_what_it_would_have_without_watchstep(estimate: Estimator
     assert job.run_state().info.state == "failed"
 
 
+@pytest.mark.ci
 def test_words_of_a_command_line_and_a_name_with_a_space(estimate: Estimator, folder: Path) -> None:
     (folder / "of two words.py").write_text("raise SystemExit(4)")
     assert changed(estimate, program="of two words.py").fit().status().exit_code == 4
@@ -221,6 +225,7 @@ def test_without_a_service_the_backend_alone_stops_it(estimate: Estimator, folde
     assert job.status() == JobStatus("ended", 5)
 
 
+@pytest.mark.ci
 def test_every_module_of_the_launching_side_imports_without_the_server() -> None:
     program = _BLOCKED.format(blocked=(*SERVER, *OF_BACKENDS), of_backends=OF_BACKENDS)
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)

@@ -159,6 +159,7 @@ def check_launched_once_more(job: Job, first: str, intent: Intent) -> None:
     assert launched_again(job.record, job.backend) is None
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("where", "point"),
     [
@@ -215,6 +216,7 @@ class Slow(Local):
         return None if Slow.looks == 1 else Local().reattach(name)
 
 
+@pytest.mark.ci
 def test_a_service_that_is_away_costs_no_launch_and_in_doubt_nothing_is_submitted(
     where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +293,7 @@ def written(job: Job) -> str:
     return b"".join(job.logs()).decode()
 
 
+@pytest.mark.ci
 def test_it_goes_on_from_the_last_good_checkpoint_whoever_waits(launch: Estimator, tmp_path: Path) -> None:
     job = launch.fit(wait=False)
     other = Job.reattach(job.id)
@@ -316,6 +319,7 @@ def test_it_goes_on_from_the_last_good_checkpoint_whoever_waits(launch: Estimato
     assert (job.record.relaunch.done, job.record.relaunch.intent) == (1, None)
 
 
+@pytest.mark.ci
 def test_it_is_launched_again_as_often_as_was_said(launch: Estimator) -> None:
     job = as_kind(launch, "always").fit(wait=False)
     first = job.record.attempt
@@ -325,6 +329,7 @@ def test_it_is_launched_again_as_often_as_was_said(launch: Estimator) -> None:
     assert launched_again(job.record, job.backend) is None
 
 
+@pytest.mark.ci
 def test_without_a_good_checkpoint_it_is_not(launch: Estimator) -> None:
     job = as_kind(launch, "unsaved").fit(wait=False)
     first = job.record.attempt

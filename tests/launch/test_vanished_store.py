@@ -44,6 +44,7 @@ def ended(job: Job) -> bool:
     return job.status().state == "ended"
 
 
+@pytest.mark.ci
 def test_an_empty_folder_in_the_place_of_the_store_is_an_outage_for_a_launched_job(
     tmp_path: Path, spill_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ with Hook() as hook:
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("launch", "place"), [("watchstep run", "empty"), ("hook", "replaced")])
 def test_a_job_launched_while_the_folder_of_its_service_is_away_is_stopped_once_it_is_back(
     tmp_path: Path, spill_root: Path, monkeypatch: pytest.MonkeyPatch, launch: str, place: str

@@ -75,6 +75,7 @@ NAN = math.nan
 OF_NUMBERS = ("nan_or_inf", "non_finite_values")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", OF_NUMBERS)
 @pytest.mark.parametrize("timing", [Timing(), Timing(hold_steps=2, keep_steps=3)])
 def test_an_alert_over_columns_is_that_over_a_list(

@@ -29,6 +29,7 @@ def _attempt(monkeypatch: pytest.MonkeyPatch) -> None:
 QUICK = CaptureConfig(bounds=Bounds(flush_seconds=0.01, control_seconds=0.01))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -48,6 +48,7 @@ print(before, (threading.active_count(), descriptors()), sep="\\n")
 """
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
 def test_repeated_recordings_leave_no_thread_and_no_file_open(tmp_path: Path) -> None:
     """In a separate process, because leftovers of other tests are closed at any time."""
@@ -113,6 +114,7 @@ def after_a_step_that_raises(hook: Hook, training: Training) -> None:
 WAYS = {way.__name__: way for way in (plainly, by_an_exception, with_everything, after_a_step_that_raises)}
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("guard", [None, True])
 @pytest.mark.parametrize("way", WAYS)

@@ -52,6 +52,7 @@ def test_what_capture_builds_on_loads_numpy_and_nothing_else() -> None:
     assert loaded & HEAVY == {"numpy"}
 
 
+@pytest.mark.ci
 def test_what_is_offered_is_there() -> None:
     assert loaded_after(
         "import watchstep\nassert all(getattr(watchstep, name) for name in watchstep.__all__)"

@@ -44,6 +44,7 @@ print(json.dumps([before, numbers, report.as_data(), recorded_seeds(), torch.are
 """
 
 
+@pytest.mark.ci
 def test_modules_that_are_imported_later_are_seeded_then() -> None:
     before, numbers, report, recorded, deterministic, cudnn, finders = run(
         LATER, RANK="2", PYTHONHASHSEED="5"
@@ -74,6 +75,7 @@ print(json.dumps([numbers, report.as_data()]))
 """
 
 
+@pytest.mark.ci
 def test_imported_modules_are_seeded_at_once_and_what_is_not_deterministic_is_noted() -> None:
     numbers, report = run(IMPORTED)
     assert numbers[0] == numbers[1]
@@ -99,6 +101,7 @@ print(json.dumps([batch[0] for batch in loader]))
 """
 
 
+@pytest.mark.ci
 def test_workers_of_a_loader_draw_the_same_numbers_whatever_else_is_drawn() -> None:
     first = run(WORKERS)
     assert first == run(WORKERS.replace("int(sys.argv[1]) if len(sys.argv) > 1 else 0", "3"))

@@ -47,6 +47,7 @@ def service(tmp_path: Path, double: Double, monkeypatch: pytest.MonkeyPatch) -> 
         yield held
 
 
+@pytest.mark.ci
 def test_the_service_stops_it_through_the_backend_of_that_name(
     service: EmbeddedService, double: Double, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def show():
     assert len(lines.text.splitlines()) == len(list(client.events("run-1")))
 
 
+@pytest.mark.ci
 def test_a_run_is_read_where_an_event_loop_runs(
     ended: tuple[Driven, Recording, Client], notebook: Notebook, tmp_path: Path
 ) -> None:

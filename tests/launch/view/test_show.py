@@ -241,6 +241,7 @@ def test_many_rules_are_counted() -> None:
     assert text_of(many)[-1] == "  and 12 more"
 
 
+@pytest.mark.ci
 @given(st.text(max_size=40), st.text(max_size=40), st.integers(20, 120))
 def test_nothing_of_a_programs_own_is_markup_or_moves_the_cursor(name: str, reason: str, width: int) -> None:
     event = Event("1", "io.watchstep.stop.requested", "", "now", {**RUN, "reason": reason}, {})

@@ -301,6 +301,7 @@ def ceased(
 BOTH = [(ONSET + 3, "encoder.0.weight:update"), (ONSET + 3, "encoder.2.weight:update")]
 
 
+@pytest.mark.ci
 def test_an_encoder_under_no_grad_from_some_step_on(tmp_path: Path) -> None:
     def change(model: Parts) -> None:
         model.way = without_gradients
@@ -309,6 +310,7 @@ def test_an_encoder_under_no_grad_from_some_step_on(tmp_path: Path) -> None:
     assert ceased(tmp_path / "zeros", change, zeros=True, optimizer=torch.optim.AdamW)[:2] == BOTH
 
 
+@pytest.mark.ci
 def test_what_is_frozen_detached_later_or_left_out_is_ignored(tmp_path: Path) -> None:
     def freeze(model: Parts) -> None:
         model.encoder.requires_grad_(requires_grad=False)

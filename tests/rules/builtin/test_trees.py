@@ -17,6 +17,8 @@ xgboost = pytest.importorskip(
     "xgboost", reason="XGBOOST IS NOT INSTALLED: rules over trees are not proven by this run"
 )
 
+pytestmark = pytest.mark.ci
+
 
 def trained(hook: Hook, depth: int, used: int) -> None:
     """Train trees of a depth on data of which so many of eight features determine the target."""

@@ -200,6 +200,7 @@ def test_the_memory_limit_of_the_class_holds(folder_store: Store) -> None:
     )
 
 
+@pytest.mark.ci
 def test_values_beyond_the_memory_limit_are_reported(folder_store: Store) -> None:
     shape = (4096, 2048)
     for step in (10, 20, 30, 40):

@@ -156,6 +156,7 @@ def test_where_too_much_waits_for_a_rank_nobody_is_notified_twice_of_a_step(
             assert fired > resolved
 
 
+@pytest.mark.ci
 def test_what_waits_for_a_rank_that_stalls_is_bounded() -> None:
     infos = [tensor(f"loss.{number}", "losses", role="loss", shape=()) for number in range(100)]
     blocks = [

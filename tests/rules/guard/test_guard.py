@@ -80,6 +80,7 @@ def train(
     return training
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("config", [EVERY_STEP, None])
 def test_a_guard_finds_step_by_step_what_a_backtest_finds(tmp_path: Path, every: int, config: Any) -> None:

@@ -48,6 +48,7 @@ def ended(run: str | Path) -> tuple[str, int, str]:
     return end.state, end.last_step, end.reason
 
 
+@pytest.mark.ci
 def test_a_cell_that_is_run_again_ends_what_it_left_open_and_a_kernel_ends_the_rest(tmp_path: Path) -> None:
     runs = tmp_path / "runs" / "default"
     with Notebook(tmp_path, {}).running() as notebook:

@@ -130,6 +130,7 @@ def test_a_folder_that_cannot_be_made_is_counted_once(tmp_path: Path) -> None:
     assert hook.health["counts"]["faults"] == 1
 
 
+@pytest.mark.ci
 def test_a_full_disk_leaves_whole_events(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         hook, training = watched_training(tmp_path / "store", run="r", tensorboard=disk)

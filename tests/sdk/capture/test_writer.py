@@ -126,6 +126,7 @@ def tracked() -> int:
     return len(gc.get_objects())
 
 
+@pytest.mark.ci
 def test_steps_that_wait_for_their_segment_are_arrays(tmp_path: Path) -> None:
     config = CaptureConfig(overhead_budget=None, system=None, bounds=Bounds(flush_seconds=3600))
     hook, training = watched_training(tmp_path, config=config)

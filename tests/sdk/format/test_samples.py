@@ -147,6 +147,7 @@ def test_the_first_ids_of_a_batch() -> None:
             assert decode_batch(payload, "batch", limit) == expected
 
 
+@pytest.mark.ci
 def test_a_skip_list_of_many_groups() -> None:
     """Time is linear in the number of groups of one dataset."""
     groups = [{"source": "Numbers", "ids": [number]} for number in range(150_000)]

@@ -19,6 +19,7 @@ L: Any = pytest.importorskip(
 from watchstep.integrations.lightning import WatchstepCallback  # noqa: E402 - it needs lightning
 
 pytestmark = [
+    pytest.mark.ci,
     # Lightning's advice on loaders, loggers and Slurm, and its own use of what PyTorch deprecates.
     pytest.mark.filterwarnings("ignore:The `srun` command is available on your system but is not used"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

@@ -70,6 +70,7 @@ def test_a_guard_prunes_one_trial_and_the_study_continues(tmp_path: Path) -> Non
     assert study.trials[0].user_attrs == {"watchstep_run": "sweep-0"}
 
 
+@pytest.mark.ci
 def test_a_check_prunes_by_alerts_that_stop_nothing(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("rules:\n  - rule: nan_or_inf\n")
@@ -104,6 +105,7 @@ def test_other_ends_of_a_trial_are_unchanged(tmp_path: Path) -> None:
     assert ends == ["completed", "failed", "completed"]
 
 
+@pytest.mark.ci
 def test_a_service_stops_one_trial_and_the_study_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,7 @@ class PassesOn(nn.Module):
         return out
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_model_that_answers_for_attributes_is_recorded_as_a_whole(
     tmp_path: Path, *, is_compiled: bool

@@ -111,6 +111,7 @@ BACKENDS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_with_weights_gradients_and_loss(backend: str, tmp_path: Path) -> None:
     plain = compiled_losses(backend, None)
@@ -148,6 +149,7 @@ def compiled_step_losses(hook: Hook | None) -> list[float]:
     return losses
 
 
+@pytest.mark.ci
 def test_a_compiled_optimizer_step(tmp_path: Path) -> None:
     hook = Hook(tmp_path)
     losses = compiled_step_losses(hook)

@@ -57,6 +57,7 @@ def plain(entries: list[Any]) -> str:
     return repr(entries)
 
 
+@pytest.mark.ci
 @settings(max_examples=25, deadline=None)
 @given(blocks, blocks, st.booleans(), st.sampled_from([4, 100_000]))
 def test_compaction_changes_no_answer(first: Block, second: Block, deletes: bool, size: int) -> None:
@@ -132,6 +133,7 @@ def dying(patch: pytest.MonkeyPatch, after: int) -> None:
         patch.setattr(Store, name, guarded(getattr(Store, name)))
 
 
+@pytest.mark.ci
 def test_a_compaction_may_die_between_any_two_operations(tmp_path: Path) -> None:
     url = small_run(tmp_path, workers=2)
     store = Store.open(tmp_path).child("default/r")

@@ -59,6 +59,7 @@ def check(run: Run, request: GridRequest) -> Grid:
     return grid
 
 
+@pytest.mark.ci
 @settings(max_examples=40, deadline=None)
 @given(blocks, blocks, st.integers(0, 12), st.integers(0, 12), st.integers(1, 12), st.booleans())
 def test_a_grid_is_computed_from_the_rows(

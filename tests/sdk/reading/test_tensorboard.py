@@ -34,6 +34,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert histogram.bucket == [1.0, 1.0, 0.0, 1.0]
 
 
+@pytest.mark.ci
 def test_histograms_of_many_rows_are_their_bins(tmp_path: Path) -> None:
     """More rows than are encoded together, with all magnitudes that a float64 has."""
     tensors = [gradient(f"layer{index}") for index in range(600)]

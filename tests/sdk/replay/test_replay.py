@@ -98,6 +98,7 @@ def first_line(kind: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if wanted in line)
 
 
+@pytest.mark.ci
 def test_a_step_that_is_finite_in_higher_precision_fails_again_in_the_captured_one(
     recorded: dict[str, tuple[Store, Hook]],
 ) -> None:

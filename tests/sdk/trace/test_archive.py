@@ -44,6 +44,7 @@ def open_on_store(store: Store, content: bytes) -> TraceArchive:
     return TraceArchive(store, "traces/a", len(content))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_methods_without_a_bound_are_refused(method: int, folder_store: Store) -> None:
     content = bomb(method)

@@ -74,6 +74,7 @@ def audit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
+@pytest.mark.ci
 def test_a_deterministic_program(audit: Any) -> None:
     seeded = "import watchstep\nwatchstep.seed_all(4)\n"
     hook = 'hook = watchstep.Hook("elsewhere", run="own")\nhook.watch(model)\n'
@@ -88,6 +89,7 @@ def test_a_deterministic_program(audit: Any) -> None:
     assert "seed_all" not in result.risks
 
 
+@pytest.mark.release
 def test_a_program_without_a_seed(audit: Any) -> None:
     program = PROLOGUE + MODEL + ORDER + TRAINING
     result = audit(program, steps=1)
@@ -99,6 +101,7 @@ def test_a_program_without_a_seed(audit: Any) -> None:
     assert result.data["ranks"][0]["generators"] == ["torch"]
 
 
+@pytest.mark.release
 def test_a_seed_of_the_audit_the_report_as_text_and_what_is_left(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +119,7 @@ def test_a_seed_of_the_audit_the_report_as_text_and_what_is_left(
         main(["--keep", str(folder), "--", sys.executable, str(program)])
 
 
+@pytest.mark.ci
 def test_an_order_of_the_data_without_a_seed(audit: Any) -> None:
     order = "order = list(range(64))\nrandom.shuffle(order)\n"
     result = audit(PROLOGUE + SEEDED + MODEL + order + TRAINING)
@@ -152,6 +156,7 @@ for x, y in DataLoader(Rows(), batch_size=8, shuffle=True, num_workers=2):
     assert "a DataLoader with 2 workers (RandomSampler) has no generator" in result.risks
 
 
+@pytest.mark.release
 def test_an_operation_with_a_number_of_the_clock(audit: Any) -> None:
     jitter = """
 class Jitter(nn.Module):
@@ -185,6 +190,7 @@ class Noisy(nn.Module):
     assert "generator python was not seeded" in result.risks
 
 
+@pytest.mark.ci
 def test_a_difference_in_the_backward_pass_only(audit: Any) -> None:
     function = """
 class Noisy(torch.autograd.Function):
@@ -224,6 +230,7 @@ class Branch(nn.Module):
     assert result.data["recorded"]["step"] is None  # the values are the same
 
 
+@pytest.mark.release
 def test_a_tensor_that_changes_outside_of_pytorch_is_named(audit: Any) -> None:
     program = """
 model = nn.Linear(4, 2)
@@ -243,6 +250,7 @@ flag.touch()
 """
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("end", "code"),
     [
@@ -268,6 +276,7 @@ def test_a_run_that_ends_early_differs(
     assert ("  a device error" in lines) == (code == 1)
 
 
+@pytest.mark.release
 def test_a_run_that_fails_before_its_first_step_differs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.ci
 def test_a_file_configures_an_unchanged_program(tmp_path: Path, file: Path) -> None:
     done = run(tmp_path, PROGRAM, "--capture", str(file))
     assert done.returncode == 0, done.stderr
@@ -63,6 +64,7 @@ def test_a_file_configures_an_unchanged_program(tmp_path: Path, file: Path) -> N
     }
 
 
+@pytest.mark.ci
 def test_a_selector_that_matches_nothing_is_logged_once(tmp_path: Path, file: Path) -> None:
     file.write_text(
         "collections:\n  typo: {include: 'bdoy.*', tensors: 10}\n  other: {modules: [bdoy], tensors: 10}\n"
@@ -73,6 +75,7 @@ def test_a_selector_that_matches_nothing_is_logged_once(tmp_path: Path, file: Pa
     assert [line for line in done.stderr.splitlines() if "nothing belongs" in line] == [warning]
 
 
+@pytest.mark.ci
 def test_the_environment_is_the_same_and_the_option_precedes_it(tmp_path: Path, file: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text('{"gate": false}')
@@ -86,6 +89,7 @@ def test_the_environment_is_the_same_and_the_option_precedes_it(tmp_path: Path, 
         assert document in json.loads(done.stdout) or document in json.loads(done.stdout)["collections"]
 
 
+@pytest.mark.ci
 def test_the_programs_own_configuration_precedes_the_option(tmp_path: Path, file: Path) -> None:
     program = "import watchstep\nwith watchstep.Hook(config=watchstep.CaptureConfig()) as hook:\n    print(hook.config.saves_tensors)"
     assert run(tmp_path, program, "--capture", str(file)).stdout == "False\n"
@@ -117,6 +121,7 @@ def test_an_invalid_file_is_refused_before_the_program_starts(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.ci
 def test_a_program_that_is_started_in_another_folder_needs_no_file(tmp_path: Path, file: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     program = f"import os; os.chdir({str(tmp_path / 'elsewhere')!r})\n" + PROGRAM

@@ -273,6 +273,7 @@ def test_without_a_service_rules_are_retained_with_the_run(tmp_path: Path) -> No
     assert [rule["rule"] for rule in recorded(tmp_path).document.rules] == ["nan_or_inf"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -421,6 +422,7 @@ def test_a_run_that_has_attempts_is_recorded_again_with_a_warning_unless_it_is_r
     assert "earlier attempt" not in resumed.stderr
 
 
+@pytest.mark.ci
 def test_a_program_starts_without_a_home_folder_and_in_a_deleted_folder(
     tmp_path: Path,
 ) -> None:

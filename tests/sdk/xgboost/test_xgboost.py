@@ -27,6 +27,8 @@ xgboost = pytest.importorskip(
 from watchstep.xgboost import Recording  # noqa: E402 - it needs XGBoost
 from watchstep.xgboost.internals import xgboost_names  # noqa: E402
 
+pytestmark = pytest.mark.ci
+
 ROUNDS = 6
 PARAMETERS: dict[str, Any] = {"objective": "binary:logistic", "max_depth": 3, "nthread": 1, "seed": 1}
 

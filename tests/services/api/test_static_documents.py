@@ -21,6 +21,7 @@ from watchstep_services.api.schemas.problems import PREFIX, TYPES
 JSON = "application/json"
 
 
+@pytest.mark.ci
 def test_the_document_is_valid_and_complete(api: Api) -> None:
     document = api.client.get("/openapi.json").json()
     validate(document)
@@ -41,6 +42,7 @@ def test_the_document_is_valid_and_complete(api: Api) -> None:
     assert {tag["name"] for tag in document["tags"]} >= {"runs", "events", "statistics"}
 
 
+@pytest.mark.ci
 def test_the_document_is_generated_and_sent_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = api.client.request("GET", "/openapi.json", headers={"accept-encoding": "identity"})
     packed = api.client.request("GET", "/openapi.json", headers={"accept-encoding": "br, gzip;q=0.5"})
@@ -78,6 +80,7 @@ def test_assets_of_the_page_are_served_and_not_sent_again(api: Api, path: str) -
     assert (again.status_code, again.content) == (304, b"")
 
 
+@pytest.mark.ci
 def test_schemas_have_different_names_in_generated_clients(api: Api) -> None:
     """Generators drop what is no letter and no digit, and the suffixes of a pair `X-Input` and `X-Output`."""
     names = [*api.client.get("/openapi.json").json()["components"]["schemas"]]
@@ -85,6 +88,7 @@ def test_schemas_have_different_names_in_generated_clients(api: Api) -> None:
     assert len({name.lower() for name in names}) == len(names)
 
 
+@pytest.mark.ci
 def test_requests_for_the_document_are_limited_by_address(api: Api) -> None:
     app = create_app(api.driven.with_settings(failures_per_minute=3).service)
     answers = [
@@ -98,6 +102,7 @@ def test_requests_for_the_document_are_limited_by_address(api: Api) -> None:
     assert ask(app, "GET", "/v1/rules", api.token("viewer")).status == 200
 
 
+@pytest.mark.ci
 def test_every_example_is_valid(api: Api) -> None:
     document = api.client.get("/openapi.json").json()
     shown = 0
@@ -140,6 +145,7 @@ def test_problems_have_types(api: Api) -> None:
     assert api.client.get("/v1/projects/vision/runs").json()["type"] == f"{PREFIX}no-token"
 
 
+@pytest.mark.ci
 def test_rules_have_parameter_schemas(api: Api) -> None:
     names = [rule["name"] for rule in api.call("GET", "/v1/rules").json()["rules"]]
     assert "non_finite_values" in names
@@ -150,6 +156,7 @@ def test_rules_have_parameter_schemas(api: Api) -> None:
         assert rule["parameters"]["additionalProperties"] is False
 
 
+@pytest.mark.ci
 def test_every_operation_that_creates_accepts_an_idempotency_key(api: Api) -> None:
     for path, methods in api.client.get("/openapi.json").json()["paths"].items():
         post = methods.get("post", {})

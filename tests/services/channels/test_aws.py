@@ -75,6 +75,7 @@ def test_a_queue_gets_the_event(aws: Any) -> None:
     assert message["MessageAttributes"]["severity"]["StringValue"] == "critical"
 
 
+@pytest.mark.ci
 def test_a_fifo_queue_drops_what_comes_twice(aws: Any) -> None:
     url, arn = queue(aws, "alerts.fifo", FifoQueue="true")
     for _ in range(2):

@@ -173,6 +173,7 @@ def test_an_address_of_a_retired_connector_is_refused_when_it_is_written() -> No
         config.check_secret("url", f"https://{host}/workflows/1/triggers/manual/paths/invoke?sig=x")
 
 
+@pytest.mark.ci
 @settings(max_examples=25, deadline=None)
 @given(st.text(max_size=30), st.integers(1, 60), st.booleans())
 def test_a_card_fits_whatever_an_alert_contains(word: str, count: int, own: bool) -> None:

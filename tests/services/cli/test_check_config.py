@@ -57,6 +57,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, folder_store: Store, tmp_path: 
     return monkeypatch
 
 
+@pytest.mark.ci
 def test_a_valid_configuration(
     environment: pytest.MonkeyPatch, postgres: Postgres, broker: Broker, folder_store: Store,
     capsys: pytest.CaptureFixture[str],
@@ -113,6 +114,7 @@ def test_all_problems_are_reported_together(
     assert "hunter2" not in json.dumps(found)
 
 
+@pytest.mark.ci
 def test_missing_rights_are_reported(
     environment: pytest.MonkeyPatch, postgres: Postgres, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +154,7 @@ def test_the_schema_is_shown_upgraded_and_downgraded(
         app(["database", "upgrade", "9999"])
 
 
+@pytest.mark.ci
 def test_processes_upgrade_the_schema_or_refuse_to_start(empty_database: Database) -> None:
     with pytest.raises(ConfigError, match="watchstep database upgrade"):
         prepare(empty_database, load_settings(migrate="never"))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 from sqlalchemy import update
 
 from tests.services.channels.http_server import http_server, status
@@ -74,6 +75,7 @@ def test_a_failed_rule_is_reported_and_its_recovery(sqlite: Database, folder_sto
     assert lines_with(mine.as_data(), 4) == []
 
 
+@pytest.mark.ci
 def test_a_failing_webhook_is_reported_after_three_tries_and_when_given_up(
     sqlite: Database, folder_store: Store
 ) -> None:

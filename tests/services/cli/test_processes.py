@@ -30,6 +30,7 @@ def asked(client: httpx.Client, url: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(ASKED))
 
 
+@pytest.mark.ci
 def test_the_metrics_of_two_processes_are_summed(tmp_path: Path) -> None:
     database = open_database(f"sqlite:///{tmp_path / 'service.sqlite'}")
     upgrade(database)
@@ -158,6 +159,7 @@ def failing_worker(folder: Path, lives: int) -> Iterator[subprocess.Popen[bytes]
             running.wait()
 
 
+@pytest.mark.ci
 def test_a_worker_starts_again_after_an_unrecoverable_error(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with failing_worker(tmp_path, lives=1) as running:

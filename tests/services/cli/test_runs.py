@@ -185,6 +185,7 @@ def watchstep(folder: Path, *words: str) -> str:
     return done.output
 
 
+@pytest.mark.ci
 def test_what_operators_do_with_an_alert(folder: Path) -> None:
     def told(*words: Any) -> str:
         return " ".join(watchstep(folder, *words).split())
@@ -231,6 +232,7 @@ def test_the_list_of_runs_shows_alerts_of_a_local_store_without_a_token(
     assert {row.split()[1]: row.split()[-1] for row in rows}["run-1"] == "3"
 
 
+@pytest.mark.ci
 def test_the_list_of_runs_if_the_service_does_not_respond(folder: Path) -> None:
     note = folder / ".watchstep" / "service.json"
     for content in (json.dumps(json.loads(note.read_text()) | {"url": "http://127.0.0.1:9"}), "damaged"):
@@ -244,6 +246,7 @@ def test_the_list_of_runs_if_the_service_does_not_respond(folder: Path) -> None:
         assert "COLLECTION" in shown
 
 
+@pytest.mark.ci
 def test_requests_to_a_run(folder: Path) -> None:
     run = f"{PROJECT}/run-1"
     assert "of the next step" in watchstep(folder, "runs", "snapshot", run)

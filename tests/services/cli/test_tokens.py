@@ -54,6 +54,7 @@ def test_a_store_selects_its_service(tmp_path: Path) -> None:
     assert "--store" in refused.value.hint
 
 
+@pytest.mark.ci
 def test_ids_stay_whole_in_a_narrow_terminal(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_DATABASE_URL", str(sqlite.engine.url))
     for made in range(3):
@@ -72,6 +73,7 @@ def test_ids_stay_whole_in_a_narrow_terminal(sqlite: Database, monkeypatch: pyte
             assert name in line
 
 
+@pytest.mark.ci
 def test_the_first_token_may_precede_the_service_and_no_password_is_shown(
     postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def test_names_follow_prometheus_conventions() -> None:
     assert not set(names) & set(FIGURES)
 
 
+@pytest.mark.ci
 def test_an_evaluation_a_notification_and_a_lost_lease_are_counted(driven_sqlite: Driven) -> None:
     before = read()
     run_id = driven_sqlite.register()
@@ -88,7 +89,6 @@ def test_what_stands_in_the_database(database: Database, folder_store: Store) ->
     assert values["watchstep_queue_age_seconds{queue=runs}"] >= 0
     assert values["watchstep_segments_waiting"] == 2
     assert {project: waited >= 0 for project, waited in waiting_seconds(database).items()} == {PROJECT: True}
-    assert read(figures) == {**read(figures), "watchstep_segments_waiting": 2}
     driven.settle(run_id)
     settled = read(DatabaseFigures(database))
     assert settled["watchstep_segments_waiting"] == 0
@@ -123,6 +123,7 @@ def test_connections_are_in_use_or_idle(sqlite: Database) -> None:
     assert connections()[1] <= 0
 
 
+@pytest.mark.ci
 def test_what_recorders_say_grows_and_takes_no_name_from_them() -> None:
     before = read()
     metrics.count_recorder_report({}, {"counts": {"rows": 10, "dropped_rows": 2, "mine": 5}})
@@ -166,6 +167,7 @@ sys.stdout.write(written(registry(), "")[0].decode())
 """
 
 
+@pytest.mark.ci
 def test_processes_that_share_a_folder_are_added_up(tmp_path: Path) -> None:
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     done = subprocess.run(

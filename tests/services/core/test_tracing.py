@@ -40,6 +40,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         tracing.stop()
 
 
+@pytest.mark.ci
 def test_one_trace_from_the_announcement_to_the_stop(collector: Collector, tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store", create=True)
     settings = load_settings(

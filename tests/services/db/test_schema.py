@@ -127,6 +127,7 @@ def colors(database: Database) -> list[str]:
         return list(connection.execute(sa.text("SELECT color FROM runs")).scalars())
 
 
+@pytest.mark.ci
 def test_rows_outlive_a_migration_and_the_way_back(empty_database: Database, second_schema: None) -> None:
     schema.upgrade(empty_database, "0001")
     fill(empty_database)

@@ -274,6 +274,7 @@ def test_a_slow_backend_is_waited_for_where_only_it_can_stop_the_job(
     assert backend.state == "ended"
 
 
+@pytest.mark.ci
 def test_stops_at_a_backend_that_hangs_delay_no_other_projects_stop(
     driven_sqlite: Driven, backend: Hanging
 ) -> None:

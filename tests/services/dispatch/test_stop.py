@@ -154,6 +154,7 @@ def test_a_program_that_trained_to_its_end_was_not_stopped(driven_sqlite: Driven
     assert done_event(driven_sqlite, run_id)["how"] == "requested"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("ends", "message"), [(("failed",), "failed by itself"), ((), "no worker reported")])
 def test_a_job_that_crashes_after_a_stop_request_has_failed(
     driven_sqlite: Driven, tmp_path: Path, ends: tuple[EndState, ...], message: str
@@ -451,6 +452,7 @@ def test_a_stop_names_step_tensor_job_and_the_last_good_checkpoint(
     assert done["last_good_checkpoint"] == saved[1].as_data()
 
 
+@pytest.mark.ci
 def test_where_no_checkpoint_is_good_none_is_named(driven_sqlite: Driven, tmp_path: Path) -> None:
     recording = driven_sqlite.recording().begin(on_stop="ignore")
     late = Checkpoint("/c/5.pt", 5, recording.attempt, 0, 1)

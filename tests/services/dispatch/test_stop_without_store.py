@@ -192,6 +192,7 @@ def test_a_program_that_does_not_listen_is_terminated_at_the_first_try(
     assert len(stop.mirrors()) == 1
 
 
+@pytest.mark.ci
 def test_without_a_job_it_is_tried_until_the_store_answers(driven_sqlite: Driven, s3: FaultyS3) -> None:
     driven = driven_sqlite.with_settings(max_tries=2)
     stop = stopping(driven, s3, None)

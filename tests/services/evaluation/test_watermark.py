@@ -184,6 +184,7 @@ def test_a_segment_of_a_rank_that_is_not_followed_counts_as_damaged(driven: Driv
     assert f"contains rank {MOST_RANKS}" in driven.run(run_id).health["last_corrupt"]
 
 
+@pytest.mark.ci
 def test_of_ranks_of_one_writer_one_ends_before_the_others(driven: Driven) -> None:
     recording, run_id = driven.begin(rules=SEALED, world_size=2)
     of_a_node(recording, 0, (0, 0, 7), (1, 0, 3))

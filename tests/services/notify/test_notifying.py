@@ -308,6 +308,7 @@ def test_several_alerts_lead_to_the_run_and_of_several_runs_to_their_list(
         assert all("/alerts/" in alert.url for alert in made.alerts)
 
 
+@pytest.mark.ci
 def test_without_a_public_url_nothing_leads_to_an_address_that_only_this_machine_has(
     driven_sqlite: Driven,
 ) -> None:

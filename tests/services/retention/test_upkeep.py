@@ -180,6 +180,7 @@ def test_by_default_nothing_is_deleted(driven_sqlite: Driven, folder_store: Stor
     assert {entry.key for entry in recording.store.entries()} >= before
 
 
+@pytest.mark.ci
 def test_full_tensors_go_and_the_rest_stays(driven_sqlite: Driven, folder_store: Store) -> None:
     run_id, recording = ended(driven_sqlite, folder_store)
     policy(driven_sqlite, keep_tensors_s=0)

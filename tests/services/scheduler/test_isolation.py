@@ -191,6 +191,7 @@ def test_a_run_that_is_deleted_while_it_is_looked_at_keeps_no_other_from_its_tur
     assert driven.run(stays).listed_ns
 
 
+@pytest.mark.ci
 def test_a_stores_trouble_is_over_when_it_answers(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     driven.recording().begin()
     run_id = driven.register()

@@ -22,6 +22,7 @@ pytestmark = [  # what Ray says of versions to come
 WAIT = 60.0
 
 
+@pytest.mark.ci
 def test_a_trial_on_which_an_alert_fires_is_ended_and_no_other(tmp_path: Path) -> None:
     from watchstep.integrations.ray_tune import StopAlerted
 

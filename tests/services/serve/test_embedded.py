@@ -260,6 +260,7 @@ def test_a_store_that_its_home_remembers_is_not_made_anew(settings: Settings, tm
         assert call(service, "GET", "/v1/projects")
 
 
+@pytest.mark.ci
 def test_each_run_of_a_home_is_read_from_its_own_store(
     settings: Settings, folder_store: Store, s3_store: Store, tmp_path: Path
 ) -> None:
@@ -330,6 +331,7 @@ def test_each_run_of_a_home_is_read_from_its_own_store(
         assert call(service, "GET", f"/v1/projects/{PROJECT}/runs/in-bucket")["store"] == s3_store.location
 
 
+@pytest.mark.ci
 def test_rules_of_a_file_take_the_place_of_the_default_ones_for_runs_that_go_on(
     settings: Settings, folder_store: Store, tmp_path: Path
 ) -> None:
@@ -382,6 +384,7 @@ def nan_for_a_while(step: int, tensor: str) -> float:
     return math.nan if tensor == "loss" and 5 <= step <= 9 else 1.0
 
 
+@pytest.mark.ci
 def test_mail_and_webhook_tell_that_it_fires_and_that_it_is_over(
     receiver: HttpServer,
     mail: SmtpServer,
@@ -461,6 +464,7 @@ def output(service: EmbeddedService, folder: Path, run: str) -> str:
     return log.read_text().strip()
 
 
+@pytest.mark.ci
 def test_a_launched_program_receives_the_projects_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

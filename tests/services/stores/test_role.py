@@ -211,6 +211,7 @@ def given(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line.split()[4] for line in lines]
 
 
+@pytest.mark.ci
 def test_an_attempt_is_recorded_by_lent_credentials_and_the_next_by_its_own(
     service: EmbeddedService, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,6 +224,7 @@ def test_an_attempt_is_recorded_by_lent_credentials_and_the_next_by_its_own(
     assert (run.attempts, [end.state for end in run.ends()]) == (["a1", "a1.2"], ["completed", "completed"])
 
 
+@pytest.mark.ci
 def test_a_token_of_one_run_is_lent_what_its_run_needs(
     service: EmbeddedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +269,7 @@ def policies_sent() -> Iterator[list[str]]:
     client.meta.events.unregister(event, note)
 
 
+@pytest.mark.ci
 def test_where_none_are_lent_its_own_are_used_and_that_is_reported_once(
     service: EmbeddedService, caplog: pytest.LogCaptureFixture
 ) -> None:

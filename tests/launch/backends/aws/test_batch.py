@@ -105,6 +105,7 @@ def test_a_job_is_asked_for_as_its_settings_say(bench: Bench, batch: BatchStandI
     assert held.backend.stop(job).state == "cancelled"  # it waited
 
 
+@pytest.mark.ci
 def test_a_definition_of_ones_own(bench: Bench, stand_in: StandIn) -> None:
     client = boto3.client("batch", region_name=REGION)
     container = {"image": IMAGE, "vcpus": 1, "memory": 512, "command": ["true"]}

@@ -48,6 +48,7 @@ def service(request: pytest.FixtureRequest, stand_in: StandIn) -> str:
     return str(request.param)
 
 
+@pytest.mark.ci
 def test_refusals_are_told_apart(service: str, stand_in: StandIn) -> None:
     look = asked(service)
     for code, status, expected in [
@@ -257,6 +258,7 @@ def test_sagemakers(sagemaker: SageMakerStandIn, calls: list[Call], tmp_path: Pa
         assert allowed(request, policy("sagemaker job")), request
 
 
+@pytest.mark.ci
 def test_batchs(batch: BatchStandIn, calls: list[Call], tmp_path: Path) -> None:
     batch.holds = True
     backend = AwsBatch(**BATCH, job_role=ROLE, execution_role=f"arn:aws:iam::{ACCOUNT}:role/agents")

@@ -50,6 +50,7 @@ class Functional(nn.Module):
         return self.second_layer(self.function(self.seen(self.first_layer(inputs))))  # type: ignore[no-any-return]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("first", "fires"), [(1.0, False), (1e-9, True)])
 def test_vanishing_gradient(tmp_path: Path, first: float, fires: bool) -> None:
     model = partial(dense, nn.Tanh(), first=first) if not fires else lambda: scaled_last(first)

@@ -122,6 +122,7 @@ def test_overfit(tmp_path: Path, rate: float, params: dict[str, Any], fires: boo
     assert bool(found) is fires
 
 
+@pytest.mark.ci
 def test_overfit_compares_the_means_of_several_losses(tmp_path: Path) -> None:
     def train(hook: Hook, _saved: Saved) -> None:
         for step in range(4):

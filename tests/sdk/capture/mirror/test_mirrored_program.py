@@ -83,6 +83,7 @@ def assert_equal(mirrored: dict[int, float], expected: dict[int, float]) -> None
         assert value == pytest.approx(expected[step], rel=1e-12, nan_ok=True)
 
 
+@pytest.mark.ci
 def test_mlflow_has_the_series_and_the_alert(
     read: dict[str, Any], run: Run, expected: dict[str, dict[int, float]]
 ) -> None:

@@ -52,14 +52,6 @@ def test_one_object_contains_the_rows_of_all_ranks(
     assert [name for name in meeting_files(meeting_place) if not name.endswith("/lock")] == []
 
 
-def test_the_last_to_leave_removes_the_meeting_place(folder: dict[str, str], meeting_place: Path) -> None:
-    with node(2, folder) as ranks:
-        record(ranks, 3)
-        for rank in ranks:
-            rank.do("close")
-    assert meeting_files(meeting_place) == []
-
-
 @pytest.mark.ci
 def test_a_leader_that_leaves_is_followed_and_the_sequence_continues(
     tmp_path: Path, folder: dict[str, str]
@@ -308,6 +300,7 @@ def test_more_than_the_leader_takes_at_once(tmp_path: Path, folder: dict[str, st
     written(tmp_path).assert_whole(dict.fromkeys(range(3), 505))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("leader_leaves", [False, True])
 def test_each_rank_has_the_rows_about_its_objects(
     tmp_path: Path, folder: dict[str, str], *, leader_leaves: bool

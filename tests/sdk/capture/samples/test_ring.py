@@ -109,6 +109,7 @@ def _check_killed(store: Path) -> None:
     assert run.damaged == {}
 
 
+@pytest.mark.ci
 def test_a_killed_process_leaves_its_samples_to_sync(tmp_path: Path) -> None:
     """After SIGKILL the ring is in its folder; ``watchstep sync`` uploads it and removes the folder."""
     assert _run(KILLED, str(tmp_path / "store"), "wait", spill=tmp_path / "spill") == -signal.SIGKILL
@@ -121,6 +122,7 @@ def test_a_killed_process_leaves_its_samples_to_sync(tmp_path: Path) -> None:
     _check_killed(tmp_path / "store")
 
 
+@pytest.mark.ci
 def test_the_next_recording_of_the_run_uploads_them(tmp_path: Path) -> None:
     """Resuming the run on the same machine uploads what the killed process left."""
     store = str(tmp_path / "store")

@@ -100,6 +100,7 @@ def values(run: Run, name: str) -> dict[int, float]:
     return dict(zip(table["step"].to_pylist(), table["mean"].to_pylist(), strict=True))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_skipped_step_is_a_step_without_gradients_and_updates(
@@ -180,6 +181,7 @@ def test_a_power_of_two_is_taken_out_exactly(scale: float, tmp_path: Path) -> No
             assert [first[0].tolist(), first[1].tolist()] == [second[0].tolist(), second[1].tolist()]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("device", DEVICES)

@@ -149,6 +149,7 @@ def train_by_hand(model: nn.Module, passes: int) -> None:
                 parameter.grad = None
 
 
+@pytest.mark.ci
 def test_updates_that_no_optimizer_makes_are_reported_as_not_seen(tmp_path: Path) -> None:
     hook = Hook(tmp_path, config=EVERY_STEP)
     model = small_model()

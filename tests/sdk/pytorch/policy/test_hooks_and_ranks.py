@@ -247,6 +247,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [results for _, results in sorted(lines, key=lambda line: line[0])]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", ["skip", "limit", "closed"])
 def test_both_ranks_skip(ranks: list[dict[str, Any]], case: str) -> None:
     first, second = (results[case] for results in ranks)

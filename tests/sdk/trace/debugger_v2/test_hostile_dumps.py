@@ -139,6 +139,7 @@ def test_the_items_of_events_count(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         read_debugger_v2(tmp_path)
 
 
+@pytest.mark.ci
 def test_graphs_without_callers_take_linear_time() -> None:
     count = 60_000
     graphs = {str(number): DumpedGraph(str(number), f"true_{number}", "g") for number in range(count)}

@@ -38,6 +38,7 @@ def walked(api: Api) -> list[Operation]:
     return list(operations(api.client.get("/openapi.json").json()))
 
 
+@pytest.mark.ci
 def test_every_operation_has_a_policy(api: Api) -> None:
     granted = {permission for permissions in PERMISSIONS.values() for permission in permissions}
     for operation in walked(api):
@@ -61,6 +62,7 @@ def may(operation: Operation, role: Role, project: str | None) -> bool:
     return project is None or operation.definition.get(SCOPE) != "all projects"
 
 
+@pytest.mark.ci
 def test_every_route_for_every_role_and_scope(api: Api) -> None:
     tokens = {
         (role, project): api.token(role, project)
@@ -76,6 +78,7 @@ def test_every_route_for_every_role_and_scope(api: Api) -> None:
             assert allowed == may(operation, role, project), (operation.method, place, role, project, answer)
 
 
+@pytest.mark.ci
 def test_a_request_without_a_token_is_refused(api: Api) -> None:
     requests = [(o.method, o.at({"project": PROJECT}), o.permission) for o in walked(api)]
     requests += [
@@ -103,6 +106,7 @@ def test_a_body_is_not_read_without_permission(api: Api) -> None:
     assert api.client.request("POST", RUNS, content="{", headers=headers).status_code == 403
 
 
+@pytest.mark.ci
 def test_a_route_without_a_policy_is_refused_for_every_token(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +159,7 @@ def written() -> Iterator[io.StringIO]:
     root.setLevel(level)
 
 
+@pytest.mark.ci
 def test_the_api_and_its_log_contain_no_secret(
     api: Api, written: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 
 from tests.services.api.conftest import Api
@@ -213,6 +214,7 @@ class Walk:
         assert (refused.status, refused.text) == (403, unknown.text.replace("nobodys", THEIRS))
 
 
+@pytest.mark.ci
 def test_objects_of_other_projects_do_not_exist(api: Api) -> None:
     api.call("POST", f"/v1/projects/{MINE}/runs", {"run": RUN})
     api.driven.announce(1, api.driven.recording(run=RUN).begin().write(0, 0, 9, nan_from(5)))
@@ -243,6 +245,7 @@ def test_every_table_is_planted(api: Api) -> None:
     assert {THEIRS} <= {row.get("project") for row in planted.rows.values()}
 
 
+@pytest.mark.ci
 def test_lists_contain_own_objects_only(api: Api) -> None:
     roles: tuple[Role, ...] = ("viewer", "recorder", "operator")
     planted = plant(api.driven.service.database)

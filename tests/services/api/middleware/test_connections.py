@@ -330,6 +330,7 @@ def test_a_stream_ends_with_its_connection_despite_a_queued_request(
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("proxies", "last"), [(None, b"429"), ("127.0.0.1", b"401")])
 def test_a_forwarded_address_is_accepted_from_configured_proxies_only(
     driven_sqlite: Driven,

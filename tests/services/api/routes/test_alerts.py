@@ -134,6 +134,7 @@ def test_what_happened_before_includes_the_learning_rate(exploding: Api) -> None
     )
 
 
+@pytest.mark.ci
 def test_the_rule_is_documented_with_its_parameters(exploding: Api) -> None:
     rule = page(exploding, "exploding_gradient")["rule"]
     assert rule["parameters"]["growth"] == 100.0

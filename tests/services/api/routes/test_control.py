@@ -258,6 +258,7 @@ def end(api: Api) -> None:
         run.state, run.ended_ns = "completed", 1
 
 
+@pytest.mark.ci
 def test_only_an_admin_sets_the_policy(api: Api, recording: Recording) -> None:
     nothing = {"compact_after_s": None, "originals_s": None, "keep_tensors_s": None, "keep_runs_s": None}
     assert api.call("GET", f"{PROJECT}/retention", role="viewer").json() == nothing

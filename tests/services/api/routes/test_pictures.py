@@ -51,6 +51,7 @@ def assert_refused(answer: httpx.Response, status: int = 401) -> None:
     assert answer.headers["content-type"] == "application/problem+json"
 
 
+@pytest.mark.ci
 def test_a_link_needs_no_token_and_a_token_needs_no_link(pictured: Api) -> None:
     signed = pictured.client.get(link(pictured))
     assert signed.status_code == 200, signed.text
@@ -137,6 +138,7 @@ def test_the_signature_is_not_logged(pictured: Api) -> None:
     assert signature not in redact(f"GET {address} HTTP/1.1 200")
 
 
+@pytest.mark.ci
 def test_matplotlib_is_found_without_importing_it() -> None:
     import subprocess
     import sys

@@ -155,6 +155,7 @@ def test_tags_are_set_and_found(three: Api) -> None:
     assert names(three, tag="base") == []
 
 
+@pytest.mark.ci
 def test_the_overview_bins_losses_and_shows_the_states_of_each_rule(api: Api) -> None:
     judge(api, "run-1", exploding_from(200))
     overview = api.get(f"{RUN}/overview", points=3)

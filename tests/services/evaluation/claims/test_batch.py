@@ -73,6 +73,7 @@ def _at(*calls: tuple[str, int, Callable[[], None]]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.ci
 def test_a_batch_writes_what_single_evaluations_write(driven: Driven) -> None:
     runs = _several(driven, 4)
     alone = runs.pop()[0]
@@ -188,6 +189,7 @@ def test_a_run_that_may_end_the_process_is_last_and_alone_of_its_kind(driven: Dr
     assert [claim.is_troubled for claim in claims] == [False, False, True]
 
 
+@pytest.mark.ci
 def test_a_locked_row_delays_only_its_own_run(postgres: Postgres, folder_store: Store) -> None:
     with postgres.new_database() as url:
         database = open_database(url)

@@ -247,6 +247,7 @@ def columns(row: Attempt) -> dict[str, Any]:
     return {column.key: getattr(row, column.key) for column in Attempt.__table__.columns}
 
 
+@pytest.mark.ci
 def test_many_workers_judge_every_segment_once(driven: Driven) -> None:
     recording, run_id = driven.begin()
     written = threading.Event()

@@ -161,6 +161,7 @@ def test_what_rules_usually_take_defers_nothing_and_no_project_is_deferred_for_e
     assert LONGEST_NS - 60 * NANOSECONDS < deferred_for(driven, "vision") <= LONGEST_NS
 
 
+@pytest.mark.ci
 def test_an_evaluation_with_a_slow_rule_ends_and_defers_its_project(
     database: Database, folder_store: Store
 ) -> None:

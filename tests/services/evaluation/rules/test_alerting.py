@@ -216,6 +216,7 @@ def segments_of(recorded: Path) -> dict[str, list[SegmentKey]]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("together", [True, False])
 def test_the_rank_at_fault_is_named(

@@ -189,6 +189,7 @@ def drive(live: Live, recording: Recording, random: Random, first: int = 0) -> N
 NUMBERS = iter(range(10_000))
 
 
+@pytest.mark.ci
 @settings(
     max_examples=10,
     deadline=None,
@@ -243,6 +244,7 @@ def location(recording: Recording) -> str:
     return f"{recording.root.location}/{PROJECT}/run-1"
 
 
+@pytest.mark.ci
 def test_rows_that_came_after_their_seal_are_replayed_after_it(live_service: LiveService) -> None:
     live, recording = live_service(0)
     late_worker(live, recording)

@@ -275,6 +275,7 @@ def test_of_a_run_with_many_tensors_the_first_are_compared(sqlite: Database, fol
     assert driven.alerts(driven.register("mine")) == {}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "data",
     [

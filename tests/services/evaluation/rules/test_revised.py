@@ -161,6 +161,7 @@ def test_a_dry_run_is_revised_as_a_record(sqlite: Database, folder_store: Store)
     assert driven.actions(run_id) == []
 
 
+@pytest.mark.ci
 def test_a_backtest_names_what_was_named_in_the_end(driven: Driven) -> None:
     recording, _ = one_after_the_other(driven)
     (attempt,) = backtest_run(open_run(recording.store), [RULE]).attempts

@@ -94,6 +94,7 @@ def worker_segments(recording: Recording, random: Random, worker: int) -> list[S
     ]
 
 
+@pytest.mark.ci
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_a_backtest_finds_what_the_service_found(driven: Driven, folder_store: Store, seed: int) -> None:

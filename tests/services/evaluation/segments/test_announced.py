@@ -58,6 +58,7 @@ def states(driven: Driven, run_id: int) -> dict[str, int]:
     return {state: rows.count(state) for state in sorted(set(rows))}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("attempts", [False, True])
 def test_an_evaluation_looks_up_a_few_and_all_are_forgotten_once_the_store_is_listed(
     driven: Driven, lookups: list[SegmentKey], attempts: bool
@@ -88,12 +89,14 @@ def test_the_next_segments_of_real_writers_are_read_beside_made_up_ones(
     assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
 
 
+@pytest.mark.ci
 def test_more_announcements_are_forgotten_than_a_statement_has_parameters(driven_sqlite: Driven) -> None:
     recording, run_id = driven_sqlite.begin()
     driven_sqlite.judge(run_id, *made_up(40_000), recording.write(0, 0, 3))
     assert states(driven_sqlite, run_id) == {"read": 1}
 
 
+@pytest.mark.ci
 def test_an_inbox_has_the_first_segments_of_each_writer_and_a_limit(driven: Driven) -> None:
     recording, run_id = driven.begin()
     driven.announce(run_id, recording.write(0, 0, 3))

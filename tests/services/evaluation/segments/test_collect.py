@@ -385,6 +385,7 @@ def test_a_rule_that_waits_for_all_workers_reports_steps_that_it_could_not_judge
     assert "steps after -1 among them were not evaluated" in error["data"]["problem"]
 
 
+@pytest.mark.ci
 def test_a_store_that_is_away_loses_no_context(driven_sqlite: Driven) -> None:
     recording, run_id = judged(driven_sqlite)
     cold = driven_sqlite.restarted()

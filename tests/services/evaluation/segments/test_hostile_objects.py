@@ -217,6 +217,7 @@ PAGES = (
 )  # fmt: skip
 
 
+@pytest.mark.ci
 def test_hostile_objects_damage_at_most_themselves(driven_sqlite: Driven) -> None:
     recording, run_id = driven_sqlite.record(last=3, started_ns=10)
     for kind in KINDS:
