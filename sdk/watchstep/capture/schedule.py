@@ -308,7 +308,8 @@ class Budget:
             return
         self._steps += 1
         self._program += program_time
-        if self._step_time is None:
+        if self._step_time is None or self._steps <= _FIRST_RECORDS:
+            # The recorder's own first work may take all of the first step: no multiple of that is a limit.
             self._step_time = program_time
         else:
             self._step_time += _WEIGHT * (min(program_time, _SPIKE * self._step_time) - self._step_time)

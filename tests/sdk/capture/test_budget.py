@@ -99,6 +99,14 @@ def test_the_first_three_steps_measure_everything_whatever_that_costs(
     assert simulation.budget.as_data()["spent_seconds"] >= 3 * sum(costs.values()) * (1 - 1e-9)
 
 
+def test_a_first_step_without_time_of_the_programs_own_does_not_hide_the_next_ones() -> None:
+    simulation = Simulation({"a": 1e-4}, dense=False, seconds=0.02)
+    simulation.budget.due("a", 0)
+    simulation.budget.report_extra(1.0)  # more than the step took
+    simulation.step = 1
+    assert simulation.run(300)["a"] >= 30
+
+
 def test_cheap_measurements_are_made_most_often_and_expensive_ones_in_turn() -> None:
     measured = Simulation({"cheap": 1e-5, "dear": 8e-4}).run(2000)
     assert measured["dear"] > 50
