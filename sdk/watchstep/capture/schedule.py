@@ -285,7 +285,13 @@ class Budget:
         # What the longest gap requires beyond the allowance is not repaid for long.
         self._saved = max(-_MAX_SAVED * highest_cost, min(self._saved, _MAX_SAVED * highest_cost))
         gap = self.gap
-        due = {unit.name for unit in self._units.values() if step - unit.last >= gap}
+        ages = {unit.name: step - unit.last for unit in self._units.values()}
+        # Collections that are nearly as old come along, so that the rows of a step belong together.
+        due = (
+            {name for name, age in ages.items() if age >= gap / 2}
+            if max(ages.values(), default=0) >= gap
+            else set()
+        )
         remaining = self._saved
         for unit in sorted(self._units.values(), key=lambda unit: unit.last):
             if unit.cost is not None and unit.cost > remaining:

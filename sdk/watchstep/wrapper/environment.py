@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,3 +103,21 @@ def launched_attempt(variables: Mapping[str, str]) -> str:
             f"environment variable {RESTARTS}={restarts!r} is not a number", "unset it, or set a number"
         )
     return check_name("attempt", attempt if int(restarts) == 0 else f"{attempt}-r{int(restarts)}")
+
+
+def find_program(command: str, program: str) -> str:
+    """Return the path of a program to start.
+
+    Args:
+        command: the command that starts it, for the error.
+        program: as given to the command.
+
+    Raises:
+        ConfigError: it cannot be found, or is a script without the right to be executed.
+    """
+    found = shutil.which(program)
+    if found is None:
+        is_script = program.endswith(".py") and Path(program).is_file()
+        hint = f"run it by its interpreter: python {program}" if is_script else "check its name and PATH"
+        raise ConfigError(f"{command}: program {program!r} not found", hint)
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import threading
 import time
@@ -43,7 +42,13 @@ from watchstep.platform.transport import SERVICE, ServiceAddress, ServiceRefused
 from watchstep.stopping import EXIT_TOMBSTONE
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
-from watchstep.wrapper.environment import LAUNCHED, AttemptLaunch, environment, launched_attempt
+from watchstep.wrapper.environment import (
+    LAUNCHED,
+    AttemptLaunch,
+    environment,
+    find_program,
+    launched_attempt,
+)
 
 _DEFAULT_STORE = "watchstep-runs"
 _ISOLATING = {"I", "S", "E"}
@@ -130,9 +135,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
         raise ConfigError("watchstep run: no program given", "use watchstep run [options] -- python train.py")
-    executable = shutil.which(program[0])
-    if executable is None:
-        raise ConfigError(f"watchstep run: program {program[0]!r} not found", "check its name and PATH")
+    executable = find_program("watchstep run", program[0])
     hook_arguments.tensorboard_folder(None)  # an invalid variable would keep the program from being recorded
     mirror_of(options.mirror)  # as above
     launch, location = _settle(options)

@@ -279,6 +279,7 @@ def test_without_a_service_rules_are_retained_with_the_run(tmp_path: Path) -> No
     [
         (["run", "--"], "no program"),
         (["run", "--", "no-such-program"], "'no-such-program' not found"),
+        (["run", "--", "train.py"], "run it by its interpreter: python train.py"),
         (["run", "--run", "../x", "--", "true"], "run name '../x'"),
         (["run", "--store", "ftp://x", "--", "true"], "unknown scheme 'ftp'"),
         (["run", "--require-store", "--store", "/dev/null/x", "--", "true"], "cannot create the folder"),
@@ -296,6 +297,7 @@ def test_bad_input_is_reported_in_two_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     done = watchstep(*arguments)
     assert done.returncode == 2
     assert message in done.stderr

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,7 +45,7 @@ from watchstep.wrapper.audit.record import (
     trace_path,
 )
 from watchstep.wrapper.diff_command import add_tolerance_options, difference_data, difference_lines
-from watchstep.wrapper.environment import AttemptLaunch, environment
+from watchstep.wrapper.environment import AttemptLaunch, environment, find_program
 
 _PROJECT = "audit"
 _MAX_RUNS, _MAX_STEPS = 20, 1000
@@ -119,8 +118,7 @@ def _check(options: argparse.Namespace, program: Sequence[str]) -> None:
         raise ConfigError(
             "watchstep audit: no program given", "use watchstep audit [options] -- python train.py"
         )
-    if shutil.which(program[0]) is None:
-        raise ConfigError(f"watchstep audit: program {program[0]!r} not found", "check its name and PATH")
+    find_program("watchstep audit", program[0])
     for name, value, least, most in (
         ("--runs", options.runs, 2, _MAX_RUNS),
         ("--steps", options.steps, 1, _MAX_STEPS),
