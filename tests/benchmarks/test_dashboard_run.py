@@ -35,6 +35,7 @@ def test_the_run_is_recorded_and_compacted(run: Run) -> None:
     assert run.tensor("head.weight:gradient").saved_steps() == [0, 100, 187, 188]
 
 
+@pytest.mark.ci
 def test_its_faults_are_in_the_rows(run: Run) -> None:
     for fault in FAULTS:
         first, end = fault.steps(STEPS)

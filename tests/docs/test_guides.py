@@ -21,6 +21,7 @@ from watchstep_rules.config.defaults import DEFAULT_RULES
 # The guide to capturing
 
 
+pytestmark = pytest.mark.ci
 CAPTURE_GUIDE_PAGE = ROOT / "docs" / "guides" / "capture-file.md"
 
 
@@ -64,7 +65,6 @@ def saved(folder: Path) -> dict[str, dict[str, np.ndarray]]:
     }
 
 
-@pytest.mark.ci
 def test_tensors_by_name_are_saved_in_full_on_a_cadence(folder: Path) -> None:
     objects = {name: tensors for name, tensors in saved(folder).items() if name.endswith("-encoder")}
     assert set(objects) == {"10-train-encoder", "20-train-encoder", "30-train-encoder"}
@@ -138,7 +138,6 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, text.replace(f"{folder}/", "")
 
 
-@pytest.mark.ci
 def test_the_page_shows_what_is_printed(printed: tuple[Path, str]) -> None:
     page = REPLAY_TUTORIAL_PAGE.read_text(encoding="utf-8")
     shown = list(re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE))

@@ -135,6 +135,7 @@ def test_retired_words_are_in_no_class_or_function() -> None:
     )
 
 
+@pytest.mark.ci
 def test_retired_words_are_in_no_module() -> None:
     assert not retired(Path(path).stem for path, _ in trees() if "migrations" not in path)
 

@@ -113,6 +113,7 @@ def test_a_job_that_was_started_by_hand_is_stopped_by_the_rule_that_was_attached
         Job.attach(foreign.url, foreign.job)
 
 
+@pytest.mark.ci
 def test_a_healthy_job_is_left_alone_by_rules_of_a_file(
     started: Callable[..., Foreign], tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_job_that_is_over_is_refused(foreign: Foreign) -> None:
         Job.attach(foreign.url, "command:7", backend=over)
 
 
+@pytest.mark.ci
 def test_a_job_and_a_run_of_others_are_refused(foreign: Foreign, started: Callable[..., Foreign]) -> None:
     other = started("elsewhere", project="vision")
     Job.attach(foreign.url, foreign.job)

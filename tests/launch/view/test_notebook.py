@@ -40,6 +40,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         yield held
 
 
+@pytest.mark.ci
 def test_a_cell_is_changed_in_place_or_has_a_line_for_each_event(
     ended: tuple[Driven, Recording, Client], notebook: Notebook
 ) -> None:

@@ -244,6 +244,7 @@ def test_other_evaluations_are_ignored(name: str) -> None:
     assert fired(CALM[name]) == []
 
 
+@pytest.mark.ci
 def test_evaluations_of_heavy_noise_are_ignored() -> None:
     for seed in range(6):
         scatter = np.exp(0.8 * np.random.default_rng(seed).normal(size=150))

@@ -202,6 +202,7 @@ def test_what_goes_wrong_is_reported(body: str, message: str) -> None:
     )
 
 
+@pytest.mark.ci
 def test_no_thread_is_started() -> None:
     assert "can't start new thread" in problem("threading.Thread(target=len).start()", file="threads.py")
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 PROGRAM = """
 import json, math, sys, time
 import torch
@@ -90,7 +92,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [found for _, found in sorted(verdicts)]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("case", ["open", "closed", "fault", "all-closed", "alone"])
 def test_a_training_is_the_same_whatever_becomes_of_one_recording(
     ranks: list[dict[str, Any]], case: str
@@ -103,7 +104,7 @@ def test_a_training_is_the_same_whatever_becomes_of_one_recording(
 def test_a_fault_of_the_recorder_does_not_affect_the_agreement(ranks: list[dict[str, Any]]) -> None:
     first, second = (found["fault"]["faults"] for found in ranks)
     assert first == {}
-    assert second["measuring"] == "OSError: no clock"
+    assert set(second.values()) == {"OSError: no clock"}
     assert "stop barrier" not in second
 
 

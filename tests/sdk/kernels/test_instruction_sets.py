@@ -111,6 +111,7 @@ def test_counts_are_those_of_numpy(kernel: NativeKernel, sort: Sort, size: int, 
     assert np.array_equal(row.histogram.counts, due.histogram.counts)
 
 
+@pytest.mark.ci
 @given(
     power=st.integers(-149, 126),
     mean=st.sampled_from([0.0, 1.0, 1e3]),

@@ -224,6 +224,7 @@ def test_parts_of_two_models_with_optimizers_of_their_own(tmp_path: Path) -> Non
     assert run.tensor("actor.0:output").statistics()["step"].to_pylist() == [0, 1, 2]
 
 
+@pytest.mark.ci
 def test_a_compiled_part_and_an_eager_one(tmp_path: Path) -> None:
     agent, optimizer, hook = watched(tmp_path)
     compiled: Any = torch.compile(agent.actor, backend="eager")

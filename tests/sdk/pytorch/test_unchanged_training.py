@@ -120,6 +120,8 @@ def test_compiled_with_weights_gradients_and_loss(backend: str, tmp_path: Path) 
 
 
 def test_watching_before_compiling_does_not_recompile(tmp_path: Path) -> None:
+    import torch._dynamo.testing
+
     model = small_model()
     hook = Hook(tmp_path)
     hook.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))

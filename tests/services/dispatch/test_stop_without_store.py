@@ -122,6 +122,7 @@ def local(driven: Driven) -> Local:
     return backend
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", ["denied", "stall"])
 def test_a_job_is_terminated_after_its_grace_time_and_the_tombstone_follows(
     driven: Driven, s3: FaultyS3, tmp_path: Path, fault: Fault

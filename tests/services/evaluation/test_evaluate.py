@@ -222,6 +222,7 @@ class Hoarder(Rule[Params, Held]):
 """
 
 
+@pytest.mark.ci
 def test_a_state_that_cannot_be_kept_silences_no_other_rule(driven: Driven) -> None:
     hoarder = RuleConfig(rule="python", name="hoarder", params={"source": HOARDER, "class": "Hoarder"})
     recording = driven.recording().begin()

@@ -210,6 +210,7 @@ def test_a_run_goes_whole_and_is_not_found_again(driven: Driven, folder_store: S
     assert len(discover_runs(driven.service)) == 1
 
 
+@pytest.mark.ci
 def test_what_a_held_run_has_stays(driven_sqlite: Driven, folder_store: Store) -> None:
     run_id, recording = ended(driven_sqlite, folder_store)
     policy(driven_sqlite, keep_runs_s=0, keep_tensors_s=0)

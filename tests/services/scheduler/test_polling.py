@@ -181,6 +181,7 @@ def test_recorders_are_asked_to_announce_less_often_while_the_service_lags(lag: 
     assert pause_seconds(int(lag * NANOSECONDS)) == pytest.approx(pause)
 
 
+@pytest.mark.ci
 def test_a_fault_of_ours_with_one_run_is_that_runs_trouble_alone(
     driven: Driven, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -281,6 +281,7 @@ def test_where_none_are_lent_its_own_are_used_and_that_is_reported_once(
     assert open_run("s3://plain/runs/plain/r").steps() == [0, 1]
 
 
+@pytest.mark.ci
 def test_a_location_other_than_the_registered_one_is_reported(service: EmbeddedService) -> None:
     with Hook("s3://plain/runs", project="lent", run="r", config=QUICK) as hook:
         hook.log(loss=1.0)

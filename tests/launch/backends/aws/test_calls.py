@@ -69,6 +69,7 @@ def test_refusals_are_told_apart(service: str, stand_in: StandIn) -> None:
         look()
 
 
+@pytest.mark.ci
 def test_credentials_that_come_later_are_found(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     look = asked(service)
     with monkeypatch.context() as without:

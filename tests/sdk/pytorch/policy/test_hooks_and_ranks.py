@@ -258,6 +258,7 @@ def test_both_ranks_skip(ranks: list[dict[str, Any]], case: str) -> None:
     assert first["health"]["faults"] == second["health"]["faults"] == {}
 
 
+@pytest.mark.ci
 def test_both_ranks_stop_before_the_update(ranks: list[dict[str, Any]]) -> None:
     first, second = (results["stop"] for results in ranks)
     assert first["stopped"] == second["stopped"] == 3

@@ -272,6 +272,7 @@ def test_only_an_admin_sets_the_policy(api: Api, recording: Recording) -> None:
     assert api.status("GET", "/v1/projects/other/retention") == 404
 
 
+@pytest.mark.ci
 def test_a_run_that_has_ended_is_deleted(api: Api, recording: Recording) -> None:
     assert api.status("DELETE", RUN, role="admin") == 409
     end(api)

@@ -96,6 +96,7 @@ def test_a_link_leads_to_one_picture_and_for_a_limited_time(pictured: Api) -> No
         assert_refused(pictured.client.get(f"{path}?{query}"), 401)
 
 
+@pytest.mark.ci
 def test_links_of_an_earlier_key_are_valid_until_it_is_removed(pictured: Api) -> None:
     address = link(pictured)
     settings = pictured.driven.service.settings

@@ -213,6 +213,7 @@ def test_the_neighbours_of_a_tensor(recorded: Api) -> None:
     assert (alone["previous"], alone["next"], alone["module"]) == (None, None, [])
 
 
+@pytest.mark.ci
 def test_thresholds_of_the_rules_that_judge_a_tensor(recorded: Api) -> None:
     before = call(recorded, "tensor", tensor=SECOND)
     rules = {rule["name"]: rule for rule in before.json()["rules"]}

@@ -160,6 +160,7 @@ def test_a_message_about_one_run_has_the_bad_step_of_another_judged(standing: Dr
     assert evaluate_longest_due(standing.service, good_id)[0] == good_id
 
 
+@pytest.mark.ci
 def test_a_run_that_is_being_written_keeps_nobody_from_the_others(
     postgres: Postgres, folder_store: Store
 ) -> None:

@@ -149,6 +149,7 @@ def test_a_backtest_without_a_journal_judges_more_objects_than_one_evaluation_ma
 HOSTILE = json.dumps({OUTPUT.name: {"collections": ["activations"], "module": "m\0\ud800", "role": "output"}})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
