@@ -311,7 +311,7 @@ def differing_settings(opened: Opened, request: ComparisonRequest) -> list[Diffe
     sources: dict[Any, dict[str, dict[str, _Value]]] = {
         "hyperparameter": {name: _first_hyperparameters(run) for name, run in runs.items()},
         "config": {name: dict(_flattened("", run.document.config)) for name, run in runs.items()},
-        "environment": {name: dict(run.document.environment) for name, run in runs.items()},
+        "environment": {name: dict(run.environment()) for name, run in runs.items()},
     }
     for source, by_run in sources.items():
         for key in sorted({key for values in by_run.values() for key in values}):

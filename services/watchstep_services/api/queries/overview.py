@@ -348,7 +348,7 @@ def configuration_of(
     document = None if run is None else run.document
     return Configuration(
         config={} if document is None else document.config,
-        environment={} if document is None else document.environment,
+        environment={} if run is None else run.environment(),
         hyperparameters=dict(hyperparameters),
         created_ns=None if document is None else document.created_ns,
         location=location,
