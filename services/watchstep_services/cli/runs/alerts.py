@@ -52,15 +52,14 @@ def alerts(
     """
     project, name = split_run(run)
     client = client_of(store, service, project)
-    run_alerts = [alert.raw for alert in client.alerts(name)]
+    fired = [alert.raw for alert in client.alerts(name) if alert.raw["details"] is not None]
     if as_json:
-        show_json([dict(alert) for alert in run_alerts])
+        show_json([dict(alert) for alert in fired])
         return
     # These import all rules.
     from watchstep_rules.engine.incident import Explanation, IncidentSummary
 
     out = console()
-    fired = [alert for alert in run_alerts if alert["details"] is not None]
     fired.sort(key=lambda alert: bool(alert["phase"] != "firing"))
     if not fired:
         out.print(f"{run}: no alert has fired")
