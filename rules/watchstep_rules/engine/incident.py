@@ -348,7 +348,7 @@ def explain(config: RuleConfig, transition: Transition) -> Explanation:
     advice = rule.advice(finding)
     name = config.name if config.name == config.rule else f"{config.name}, of rule {config.rule}"
     return Explanation(
-        title=f"{name} ({config.severity}) {transition.phase.value} at step {transition.step}",
+        title=f"{name} ({config.severity}) {transition.phase.value} at step {transition.step}{_load(transition)}",
         seen=finding.message,
         where=_where(finding),
         against=f"{finding.value:.4g}, threshold {finding.threshold:.4g}",
@@ -397,6 +397,12 @@ def event_message(config: RuleConfig, transition: Transition, run: RunName) -> s
 def _finding_of(transition: Transition) -> Finding:
     assert transition.finding is not None  # firing and resolved transitions have a finding
     return transition.finding
+
+
+def _load(transition: Transition) -> str:
+    if transition.loaded_at is None:
+        return ""
+    return f": the program loaded weights after step {transition.loaded_at}"
 
 
 def _where(finding: Finding) -> str:

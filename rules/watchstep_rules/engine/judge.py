@@ -20,12 +20,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from watchstep.errors import RuleError
 from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import Demand, RuleConfig
-from watchstep_rules.engine.alert import AlertMemory, Transition, Watermarks, advance
+from watchstep_rules.engine.alert import AlertMemory, Phase, Transition, Watermarks, advance
 from watchstep_rules.engine.inhibition import AlertUpdate, inhibit
 from watchstep_rules.engine.rule_inputs import JudgingProgress, RuleInputs
 from watchstep_rules.engine.streaks import ClockTick, JudgedRows
 from watchstep_rules.rule import Finding
 from watchstep_rules.saved_block import empty_like
+from watchstep_rules.signals.loaded_weights import LOADED, loaded_steps
 from watchstep_rules.signals.tensor_selection import CatalogueCache
 
 
@@ -38,6 +39,7 @@ class RuleHealth(str, Enum):
 
 
 _MOST_PROBLEM = 500
+_MOST_LOADS = 16
 
 
 class RuleMemory(BaseModel):
@@ -50,6 +52,7 @@ class RuleMemory(BaseModel):
         health: whether the rule could be evaluated.
         problem: why it could not.
         evaluated_rows: number of rows judged so far, without evidence.
+        loaded_steps: the last steps after which the program loaded weights.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
@@ -60,6 +63,7 @@ class RuleMemory(BaseModel):
     health: RuleHealth = RuleHealth.NO_DATA
     problem: str = ""
     evaluated_rows: int = 0
+    loaded_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,9 +147,13 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict
     evaluated_rows = memory.evaluated_rows + _number_judged(block, demand)
     tick = ClockTick(rows.progress.now, clock_ns) if rule.clock else None
     alert, transitions = memory.alert, list[Transition]()
+    loads = memory.loaded_steps
+    if LOADED in demand.needs.metrics:
+        loads = tuple(sorted({*loads, *loaded_steps(block)}))[-_MOST_LOADS:]
     if findings or alert.follows:
         judged_rows = JudgedRows.of(block, rule.conclusive(params, block))
         alert, transitions = advance(alert, config.timing, judged_rows, findings, tick, watermarks)
+        transitions = [_after_load(change, loads) for change in transitions]
     new_memory = RuleMemory(
         version=rule.version,
         state=state.model_dump(mode="json"),
@@ -155,8 +163,17 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict
         else (RuleHealth.OK if evaluated_rows or rule.clock else RuleHealth.NO_DATA),
         problem=problem,
         evaluated_rows=evaluated_rows,
+        loaded_steps=loads,
     )
     return Verdict(new_memory, findings, transitions)
+
+
+def _after_load(change: Transition, loads: Sequence[int]) -> Transition:
+    """A resolved transition with the step of the last load of weights since the findings that made the alert fire."""
+    if change.phase is not Phase.RESOLVED:
+        return change
+    between = [load for load in loads if change.since_step <= load < change.step]
+    return replace(change, loaded_at=between[-1]) if between else change
 
 
 def _apply_watermark(config: RuleConfig, memory: RuleMemory, block: Block, watermarks: Watermarks) -> Verdict:

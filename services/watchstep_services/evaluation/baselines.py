@@ -27,7 +27,14 @@ from watchstep.store.store import Store
 from watchstep_rules.baseline import read_baseline, summarize_run
 from watchstep_rules.signals.baseline import MAX_RUNS, MIN_RUNS, BaselineRun, architecture_of, merge_summaries
 from watchstep_services.db.engine import Database, insert_missing
-from watchstep_services.db.models import AlertRow, Attempt, PinnedBaseline, RunRow, RunSummaryRow
+from watchstep_services.db.models import (
+    AlertInstanceRow,
+    AlertRow,
+    Attempt,
+    PinnedBaseline,
+    RunRow,
+    RunSummaryRow,
+)
 from watchstep_services.runs import attempts
 from watchstep_services.service.context import Service
 
@@ -158,7 +165,19 @@ def _summaries(
     database: Database, project: str, program: str, run_id: int, catalogue: tuple[TensorInfo, ...]
 ) -> dict[str, BaselineRun]:
     """Summaries by run, newest first, of completed runs of the program without an alert and with the same parameters."""
-    fired = select(AlertRow.id).where(AlertRow.run_id == RunSummaryRow.run_id, AlertRow.fired_ns.is_not(None))
+    fired = (
+        select(AlertRow.id)
+        .outerjoin(
+            AlertInstanceRow,
+            (AlertInstanceRow.run_id == AlertRow.run_id)
+            & (AlertInstanceRow.fingerprint == AlertRow.fingerprint),
+        )
+        .where(
+            AlertRow.run_id == RunSummaryRow.run_id,
+            AlertRow.fired_ns.is_not(None),
+            func.coalesce(AlertInstanceRow.was_right, "") != "no",
+        )
+    )
     with database.read() as session:
         rows = session.execute(
             select(RunRow.run, RunSummaryRow.summary)
