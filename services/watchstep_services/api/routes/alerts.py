@@ -250,8 +250,9 @@ class WasRightInput(BaseModel):
 def answer_was_right(
     project: str, run: str, fingerprint: Fingerprint, body: WasRightInput, service: Served
 ) -> AlertInstanceOutput:
-    """Record whether an alert was right, for all attempts of its run. Backtests compute their precision from these answers, and runs
-    whose only alerts were not right count as healthy for `unlike_earlier_runs`.
+    """Record whether an alert was right, for all attempts of its run.
+
+    Backtests compute their precision from these answers. Runs whose alerts were all not right count as healthy for `unlike_earlier_runs`.
     """
     with service.database.write() as session:
         row = find_alert(session, project, run, fingerprint)
