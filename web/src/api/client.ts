@@ -74,7 +74,11 @@ export async function fetchRaw(
   return response;
 }
 
+/** Name of the event of `window` after a request with a token that is not valid any more: the page shows the login. */
+export const UNAUTHORIZED = "watchstep:unauthorized";
+
 async function errorOf(response: Response): Promise<RequestError> {
+  if (response.status === 401) dispatchEvent(new Event(UNAUTHORIZED));
   try {
     const problem = (await response.json()) as { detail?: string; title?: string; hint?: string };
     return new RequestError(
