@@ -11,7 +11,7 @@ from benchmarks.dashboard_run import PROJECT as LARGE_PROJECT
 from benchmarks.dashboard_run import RUN as LARGE_RUN
 from benchmarks.dashboard_run import make_run
 from tests.web.site import PROJECT, Site, Visit, screenshot, serious_findings, settled
-from watchstep_services.auth import create_token
+from watchstep_services.auth import create_token, forget_named
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 
@@ -55,6 +55,36 @@ def test_a_link_replaces_a_session_that_has_ended(visit: Visit, site: Site) -> N
         expect(page.get_by_role("banner")).to_contain_text("admin")
 
 
+def test_a_new_tab_is_logged_in(visit: Visit, site: Site) -> None:
+    with visit.open("/") as page:
+        settled(page)
+        other = page.context.new_page()
+        other.goto(site.url + site.run_path(site.healthy))
+        expect(other.get_by_role("heading", level=1)).to_contain_text(site.healthy)
+
+
+def test_a_token_that_is_revoked_leads_to_the_login(visit: Visit, site: Site) -> None:
+    visit.expect("401")
+    token = create_token(site.service.database, "viewer", PROJECT, name="short")
+    with visit.open(f"/projects/{PROJECT}", token=token) as page:
+        settled(page)
+        forget_named(site.service.database, "short", "")
+        page.get_by_role("link", name=site.healthy).click()
+        expect(page.get_by_role("heading", name="Log in to Watchstep")).to_be_visible()
+        expect(page.get_by_role("alert")).to_contain_text("expired or revoked")
+
+
+def test_a_service_that_is_gone_is_shown_and_waited_for(visit: Visit, site: Site) -> None:
+    visit.expect("ERR_", "Failed to load")
+    with visit.open(site.run_path(site.healthy)) as page:
+        settled(page)
+        page.route("**/v1/**", lambda route: route.abort())
+        page.reload()
+        expect(page.get_by_role("main")).to_contain_text("The service does not answer")
+        page.unroute("**/v1/**")
+        expect(page.get_by_role("heading", level=1)).to_contain_text(site.healthy)
+
+
 def test_login_form(visit: Visit, site: Site, dark: bool) -> None:
     visit.expect("401")  # Chromium reports the status of refused requests
     with visit.open(site.run_path(site.faulty), token="", dark=dark) as page:
@@ -70,8 +100,10 @@ def test_login_form(visit: Visit, site: Site, dark: bool) -> None:
 
 
 def test_unknown_addresses_say_so(visit: Visit) -> None:
+    for path in ("/projects/demo/nothing", "/nothing"):
+        with visit.open(path) as page:
+            expect(page.get_by_role("main")).to_contain_text("There is no such page")
     with visit.open("/projects/demo/nothing") as page:
-        expect(page.get_by_role("main")).to_contain_text("There is no such page")
         page.get_by_role("link", name="All projects").click()
         settled(page)
 

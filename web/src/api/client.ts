@@ -25,8 +25,10 @@ const authorization: Middleware = {
       request.headers.set("authorization", `Bearer ${value}`);
     return request;
   },
-  async onResponse({ response }) {
+  async onResponse({ request, response }) {
     if (response.ok) return;
+    if (response.status === 401 && request.headers.get("authorization") === `Bearer ${token()}`)
+      dispatchEvent(new Event(UNAUTHORIZED));
     throw await errorOf(response);
   },
   onError({ error }) {
@@ -70,6 +72,7 @@ export async function fetchRaw(
       "Check that it runs and that you can reach it.",
     );
   }
+  if (response.status === 401) dispatchEvent(new Event(UNAUTHORIZED));
   if (!response.ok) throw await errorOf(response);
   return response;
 }
@@ -78,7 +81,6 @@ export async function fetchRaw(
 export const UNAUTHORIZED = "watchstep:unauthorized";
 
 async function errorOf(response: Response): Promise<RequestError> {
-  if (response.status === 401) dispatchEvent(new Event(UNAUTHORIZED));
   try {
     const problem = (await response.json()) as { detail?: string; title?: string; hint?: string };
     return new RequestError(
