@@ -11,7 +11,7 @@ from benchmarks.dashboard_run import PROJECT as LARGE_PROJECT
 from benchmarks.dashboard_run import RUN as LARGE_RUN
 from benchmarks.dashboard_run import make_run
 from tests.web.site import PROJECT, Site, Visit, screenshot, serious_findings, settled
-from watchstep_services.auth import create_token, forget_named
+from watchstep_services.auth import create_token
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 
@@ -65,10 +65,9 @@ def test_a_new_tab_is_logged_in(visit: Visit, site: Site) -> None:
 
 def test_a_token_that_is_revoked_leads_to_the_login(visit: Visit, site: Site) -> None:
     visit.expect("401")
-    token = create_token(site.service.database, "viewer", PROJECT, name="short")
-    with visit.open(f"/projects/{PROJECT}", token=token) as page:
+    with visit.open(f"/projects/{PROJECT}") as page:
         settled(page)
-        forget_named(site.service.database, "short", "")
+        page.route("**/v1/**", lambda route: route.fulfill(status=401, json={"detail": "revoked"}))
         page.get_by_role("link", name=site.healthy).click()
         expect(page.get_by_role("heading", name="Log in to Watchstep")).to_be_visible()
         expect(page.get_by_role("alert")).to_contain_text("expired or revoked")
