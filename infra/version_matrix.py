@@ -116,8 +116,16 @@ ROWS = (
     _row("jax-newest", "3.12", JAX, "jax", "optax", "flax", "equinox"),
     _row("keras-oldest", "3.11", KERAS, "keras==3.8.0", "tensorflow-cpu==2.18.0", "torch==2.13.0"),
     _row("keras-newest", "3.11", KERAS, "keras", "tensorflow-cpu", "jax", "optax", "torch==2.13.0"),
-    _row("boosting-oldest", "3.11", BOOSTING, "xgboost==2.1.0", "lightgbm==4.5.0", "scikit-learn"),
-    _row("boosting-newest", "3.12", BOOSTING, "xgboost-cpu", "lightgbm", "scikit-learn"),
+    _row(
+        "boosting-oldest",
+        "3.11",
+        BOOSTING,
+        "xgboost==2.1.0",
+        "lightgbm==4.5.0",
+        "scikit-learn",
+        "torch==2.13.0",
+    ),
+    _row("boosting-newest", "3.12", BOOSTING, "xgboost-cpu", "lightgbm", "scikit-learn", "torch==2.13.0"),
     _row(
         "trainers-oldest",
         "3.11",
@@ -159,7 +167,7 @@ def run(row: Row, folder: Path, *, keeps: bool) -> Result:
             _uv("venv", "--quiet", "--python", row.python, str(environment))
         install = ("pip", "install", "--quiet", "--python", str(python))
         _uv(*install, *row.options, *row.requirements, *TOOLS)
-        _uv(*install, "--no-build-isolation", "--editable", f"{ROOT}[rules]")
+        _uv(*install, "--no-build-isolation", "--editable", f"{ROOT}[server]")
         command = [
             str(python),
             "-m",
@@ -171,8 +179,6 @@ def run(row: Row, folder: Path, *, keeps: bool) -> Result:
             "2",
             "-p",
             "no:cacheprovider",
-            "-m",
-            "not release",
             "--tb=short",
         ]
         log = folder / f"{row.name}.log"
