@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
@@ -89,15 +89,15 @@ _SETTINGS, _DATA, _GRADIENTS, _NUMBERS, _OF_RUN = 0, 1, 3, len(_STAGES) - 1, len
 _EXACT = frozenset({"hyperparameter_jump"})
 """Rules about settings whose onset is exactly the step of the change."""
 
-_EVIDENCE_AGAINST = {
-    "hyperparameter_jump": "no recorded hyperparameter jumped",
-    "replica_divergence": "the recorded replicas agree",
-    "exploding_gradient": "no recorded gradient explodes",
-    "loss_spike": "no recorded loss has a spike",
-    "lost_progress": "no recorded loss lost its progress",
-    "nan_or_inf": "no recorded update applied NaN or infinity, and no recorded parameter contains it",
-}
-"""What follows if a rule judged rows of the attempt and never fired, in the order of data flow."""
+_OTHER_CAUSES = (
+    "hyperparameter_jump",
+    "replica_divergence",
+    "exploding_gradient",
+    "loss_spike",
+    "lost_progress",
+    "nan_or_inf",
+)
+"""Rules about usual causes, in the order of data flow. That one of them has not fired is reported; what the data contain does not follow."""
 
 
 class Onset(BaseModel):
@@ -143,7 +143,8 @@ class IncidentSummary(BaseModel):
         cause: the rule config with the likeliest cause.
         message: the finding's message of the cause.
         check_first: what to check first; empty if the rule gives no advice.
-        against: recorded evidence against other causes, as of the evaluation that last changed the incident.
+        not_fired: rules about other causes that were evaluated and have not fired, with the number of their steps, as of the evaluation that
+            last changed the incident.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -155,7 +156,7 @@ class IncidentSummary(BaseModel):
     cause: str
     message: str
     check_first: str = ""
-    against: tuple[str, ...] = ()
+    not_fired: tuple[str, ...] = ()
 
     def as_lines(self) -> list[str]:
         """Lines for a message or a terminal."""
@@ -168,7 +169,9 @@ class IncidentSummary(BaseModel):
         ]
         if self.check_first:
             lines.append(f"  check   {self.check_first}")
-        return [*lines, *(f"  against {words}" for words in self.against)]
+        if self.not_fired:
+            lines.append(f"  quiet   evaluated, did not fire: {', '.join(self.not_fired)}")
+        return lines
 
 
 def onset_changes(transitions: Iterable[Transition], begun: int | None) -> OnsetChanges:
@@ -228,13 +231,13 @@ def incident_id(project: str, run: str, attempt: str, first_step: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
 
-def summarize(identity: str, incident: Sequence[Onset], silent: Collection[str]) -> IncidentSummary:
+def summarize(identity: str, incident: Sequence[Onset], silent: Mapping[str, int]) -> IncidentSummary:
     """Summarize an incident.
 
     Args:
         identity: the id of the incident.
         incident: the onsets of the incident, as `incidents_of` returns them; at least one.
-        silent: rules that judged rows of the attempt and never fired on it.
+        silent: rules that judged rows of the attempt and never fired on it, with the number of judged steps.
     """
     ranked = _likeliest_first(incident)
     cause = ranked[0]
@@ -248,9 +251,9 @@ def summarize(identity: str, incident: Sequence[Onset], silent: Collection[str])
         cause=cause.name,
         message=cause.finding.message,
         check_first=cause.check,
-        against=tuple(
-            f"{evidence} ({rule})"
-            for rule, evidence in _EVIDENCE_AGAINST.items()
+        not_fired=tuple(
+            f"{rule} ({silent[rule]:,} step{'' if silent[rule] == 1 else 's'})"
+            for rule in _OTHER_CAUSES
             if rule in silent and rule not in fired
         ),
     )

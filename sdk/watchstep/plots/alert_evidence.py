@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from watchstep.format.statistics import Floats
+from watchstep.plots.binned import alone, interrupted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 800, 400
 _LARGEST, _SMALLEST = 1e300, 1e-300
 """Limits of what is drawn. Beyond, the margins of an axis would overflow."""
+
+_MOST_POINTS = 80
+"""Number of values up to which each has a point."""
 
 _DECADES = 2.5
 """Ratio of the largest to the smallest value, as a power of ten, from which an axis is logarithmic."""
@@ -108,10 +112,18 @@ def draw_evidence(axes: Axes, evidence: AlertEvidence) -> None:
     if evidence.usual_range is not None:
         low, high = (float(np.clip(end, -_LARGEST, _LARGEST)) for end in evidence.usual_range)
         axes.axhspan(low, high, color=BLUE, alpha=0.10, linewidth=0, label="usual range")
-    marker = "o" if len(steps) <= 80 else None
     name = evidence.figure if not evidence.tensor else f"{evidence.figure} of {evidence.tensor}"
+    gaps = [int(place) for place in np.flatnonzero(np.diff(steps) > 1) + 1]
+    x, y = interrupted(steps, values, gaps)
     axes.plot(
-        steps, values, color=BLUE, linewidth=1.4, marker=marker, markersize=3, label=legend_label(name, 64)
+        x,
+        y,
+        color=BLUE,
+        linewidth=1.4,
+        marker="o",
+        markersize=3,
+        markevery=None if len(steps) <= _MOST_POINTS else alone(y),
+        label=legend_label(name, 64),
     )
     _draw_thresholds(axes, steps, thresholds)
     if not finite.all():

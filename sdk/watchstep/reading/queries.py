@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +93,8 @@ class Heatmap:
 class HistogramSeries:
     """Exponent histograms of one tensor over the steps, in bins of steps.
 
+    A bin is as wide as the usual distance between two measurements. One without a measurement is a gap, and has no element.
+
     Attributes:
         edges: int64 of shape (n + 1,); row i covers the steps edges[i] … edges[i + 1] - 1.
         lower: float64 of shape (m,); elements of column j are between lower[j] and upper[j], ascending.
@@ -154,6 +156,15 @@ def as_table(index: RunIndex, data: Columns, figures: Sequence[str], chosen: NDA
     )
 
 
+_USUAL = 0.9
+"""Quantile of the distances between measurements that counts as usual: a longer one is a gap."""
+
+
+def usual_distance(distances: NDArray[np.integer[Any]]) -> int:
+    """Return the usual distance between two measurements, so that a column of this width has one; 1 without any."""
+    return max(1, int(np.quantile(distances, _USUAL, method="lower"))) if len(distances) else 1
+
+
 def edges_between(first: int, last: int, bins: int) -> NDArray[np.int64]:
     """Return the edges of at most ``bins`` bins of nearly equal width; one bin per step if there are fewer steps."""
     steps = max(0, last - first + 1)
@@ -182,7 +193,9 @@ def histogram(
             f"tensor {tensor!r} has no row of mode {mode} and worker {worker}",
             "see Tensor.steps() and .workers",
         )
-    edges = edges_between(int(step.min()), int(step.max()), steps)
+    first, last = int(step.min()), int(step.max())
+    usual = usual_distance(np.diff(np.unique(step)))
+    edges = edges_between(first, last, min(steps, max(1, (last - first + 1) // usual)))
     rows = len(edges) - 1
     zeros, nonfinite = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
     sums = Histograms.empty(rows)

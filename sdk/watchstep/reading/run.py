@@ -537,7 +537,7 @@ class Run:
         Args:
             tensors: a collection, or names.
             figure: as for `series`.
-            bins: maximum number of bins. A run with fewer steps has one bin for each step.
+            bins: maximum number of bins. There are fewer if the tensors are measured less often.
             mode: only rows of this mode.
             reduce: how the finite values of a bin (its steps, and workers with whole tensors) are combined.
 
@@ -581,7 +581,8 @@ class Run:
 
         Args:
             tensor: its name.
-            steps: maximum number of rows; the histograms of several steps are added up in one row.
+            steps: maximum number of rows, of which there are fewer if the tensor is measured less often; the histograms of several steps
+                are added up in one row.
             worker: only rows of this worker. Default: all shards of the first replica, or the first worker.
             mode: only steps of this mode.
             first: first step.

@@ -186,9 +186,7 @@ def _heatmaps(heatmaps: Sequence[HeatChart], charts: _Charts) -> str:
         if len(heatmaps) > 1
         else ""
     )
-    note = (
-        "The largest value of each cell, in the model's order. A value is shown until the next measurement."
-    )
+    note = "The largest value of each cell, in the model's order. A cell without a measurement is empty."
     panels = "".join(f'<div class="heatmap">{charts.add(chart, "")}</div>' for chart in heatmaps)
     return _section("Layers", f'{choice}{panels}<p class="soft">{note}</p>')
 

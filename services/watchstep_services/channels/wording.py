@@ -58,7 +58,7 @@ FIELDS: dict[str, str] = {
 TEXT_FIELDS = {
     **FIELDS,
     "alerts": "all alerts, each by the template for one",
-    "incidents": "each incident of several alerts: the likeliest cause, what to check first, what contradicts it",
+    "incidents": "each incident of several alerts: the likeliest cause, what to check first, which rules did not fire",
 }
 """Fields of a text."""
 

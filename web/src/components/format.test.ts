@@ -2,10 +2,11 @@ import { describe, expect, it } from "vitest";
 import { formatAge, formatBytes, formatDuration, formatNumber, formatShare } from "./format";
 
 describe("format", () => {
-  it("writes numbers with four digits, and every number that is not finite as what it is", () => {
-    expect(
-      [0, 0.012345, -1.23456e-9, 123456.7, 12.5, null, NaN, Infinity, -Infinity].map(formatNumber),
-    ).toEqual(["0", "0.01235", "−1.235e−9", "1.235e5", "12.5", "–", "–", "∞", "−∞"]);
+  it("writes integers exactly, other numbers with four digits, and those that are not finite as what they are", () => {
+    expect([0, 49152, -1234567, 98304].map(formatNumber)).toEqual(["0", "49,152", "−1,234,567", "98,304"]);
+    expect([0.012345, -1.23456e-9, 123456.7, 12.5, null, NaN, Infinity, -Infinity].map(formatNumber)).toEqual(
+      ["0.01235", "−1.235e−9", "1.235e5", "12.5", "–", "–", "∞", "−∞"],
+    );
   });
 
   it("writes durations, ages, sizes and shares with one or two units", () => {

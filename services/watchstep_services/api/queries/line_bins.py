@@ -12,7 +12,7 @@ from watchstep.format.statistics import Floats
 from watchstep.format.tensors import MODES, Mode, TensorInfo
 from watchstep.reading.columns import Columns
 from watchstep_services.api.queries.answers import numbers, whole_numbers
-from watchstep_services.api.schemas.binned_lines import BinnedLine
+from watchstep_services.api.schemas.binned_lines import BinnedLine, NewestValue
 
 _MODE_ORDER = {mode: place for place, mode in enumerate(MODES)}
 
@@ -42,6 +42,7 @@ class LineBins:
         mean, min, max: float64 of shape (n,), over finite values; NaN without any.
         last: float64 of shape (n,), value of the last row; NaN without rows.
         nonfinite: int64 of shape (n,), number of rows without a finite value.
+        newest: position and value of the newest row; of several workers the mean, unless one is not finite. None without rows.
     """
 
     tensor: int
@@ -53,6 +54,7 @@ class LineBins:
     max: Floats
     last: Floats
     nonfinite: NDArray[np.int64]
+    newest: tuple[int, float] | None = None
 
 
 def bin_rows(
@@ -76,16 +78,26 @@ def bin_rows(
     changes = np.flatnonzero((tensor[1:] != tensor[:-1]) | (mode[1:] != mode[:-1])) + 1
     parts = np.split(np.arange(len(rows)), changes) if len(rows) else []
     return [
-        _line(
-            int(tensor[part[0]]),
-            MODES[mode[part[0]]],
-            len(np.unique(columns["worker"][rows[part]])),
-            bins[part],
-            values[rows[part]].astype(np.float64),
-            len(edges) - 1,
+        replace(
+            _line(
+                int(tensor[part[0]]),
+                MODES[mode[part[0]]],
+                len(np.unique(columns["worker"][rows[part]])),
+                bins[part],
+                values[rows[part]].astype(np.float64),
+                len(edges) - 1,
+            ),
+            newest=_newest(positions[rows[part]], values[rows[part]].astype(np.float64)),
         )
         for part in parts
     ]
+
+
+def _newest(positions: NDArray[np.int64], values: Floats) -> tuple[int, float]:
+    """Return the last position and its value; positions are ascending."""
+    last = values[positions == positions[-1]]
+    bad = last[~np.isfinite(last)]
+    return int(positions[-1]), float(bad[0] if len(bad) else last.mean())
 
 
 def _line(
@@ -165,7 +177,12 @@ def as_output(line: LineBins, info: TensorInfo, figure: str) -> BinnedLine:
         min=numbers(line.min),
         max=numbers(line.max),
         nonfinite=whole_numbers(line.nonfinite),
+        newest=None if line.newest is None else _newest_value(*line.newest),
     )
+
+
+def _newest_value(step: int, value: float) -> NewestValue:
+    return NewestValue(step=step, value=value if np.isfinite(value) else None, text=f"{value:.6g}")
 
 
 def in_order(lines: Sequence[LineBins], infos: Sequence[TensorInfo]) -> list[LineBins]:

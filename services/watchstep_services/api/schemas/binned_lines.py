@@ -26,6 +26,16 @@ FirstStep = Annotated[int, Query(ge=0, le=LAST_STEP, description="First step.")]
 LastStep = Annotated[int, Query(ge=0, le=LAST_STEP, description="Last step.")]
 
 
+class NewestValue(BaseModel):
+    """The value of the newest row of a line, also if it is not finite."""
+
+    step: int
+    value: float | None = Field(
+        description="Of several workers the mean, unless one is not finite; null: not finite."
+    )
+    text: str = Field(description="The value as text: nan, inf or -inf if it is not finite.")
+
+
 class BinnedLine(BaseModel):
     """One figure of one tensor in one mode, over the columns of the grid. Each list has one entry per column.
 
@@ -44,6 +54,7 @@ class BinnedLine(BaseModel):
     min: Values
     max: Values
     nonfinite: list[int] = Field(description="Number of rows of each column without a finite value.")
+    newest: NewestValue | None = Field(description="Null: no row in these columns.")
 
 
 class LineGroup(BaseModel):

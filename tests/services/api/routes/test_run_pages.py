@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,18 @@ def test_a_run_without_losses_has_an_empty_chart(api: Api) -> None:
     overview = api.get(f"{RUN}/overview")
     assert (overview["problem"], overview["losses"]["lines"]) == ("", [])
     assert overview["grid"] == {"first": 0, "last": 4, "edges": [0, 1, 2, 3, 4, 5], "time_ns": [None] * 5}
+
+
+def test_the_newest_value_is_of_the_newest_row_also_if_it_is_not_finite(api: Api) -> None:
+    recording = api.driven.recording().begin()
+    loss = tensor("loss", "losses", role="loss", shape=())
+    rows = [Row(step, loss, [math.nan if step == 9 else 1.5]) for step in range(10)]
+    recording.write_rows(0, [*rows, Row(4, loss, [2.5], mode="eval")])
+    api.driven.register()
+    train, evaluation = api.get(f"{RUN}/overview", points=2)["losses"]["lines"]
+    assert train["mean"] == [1.5, 1.5]
+    assert train["newest"] == {"step": 9, "value": None, "text": "nan"}
+    assert evaluation["newest"] == {"step": 4, "value": 2.5, "text": "2.5"}
 
 
 def test_an_overview_survives_deleted_and_damaged_objects(api: Api, folder_store: Store) -> None:

@@ -134,10 +134,10 @@ describe("sentences", () => {
 describe("evidence", () => {
   it("draws a fixed threshold across the whole window", () => {
     const [chart] = chartsOf(pageOf({ series: { fixed_threshold: 5, fixed_parameter: "most" } }));
-    expect(chart!.x).toEqual([0, 10, 15, 20, 70]);
+    expect(chart!.x).toEqual([0, 10, 11, 15, 16, 20, 70]);
     expect(chart!.series.map(({ values }) => values)).toEqual([
-      [null, 1, 2, null, null],
-      [5, 5, 5, 5, 5],
+      [null, 1, null, 2, null, null, null],
+      [5, 5, 5, 5, 5, 5, 5],
     ]);
     expect(chart!.series[1]!.label).toBe("threshold (most)");
     expect(chart!.nonfinite).toEqual([[20, 20]]);
@@ -150,7 +150,7 @@ describe("evidence", () => {
       point(20, finding.tensor, 3, 1.5),
     ];
     const page = pageOf({ series: { findings } });
-    expect(chartsOf(page)[0]!.series[1]!.values).toEqual([null, 1, 1.5]);
+    expect(chartsOf(page)[0]!.series[1]!.values).toEqual([null, null, 1, null, 1.5]);
     expect(evidenceColumns(page).threshold).toEqual([null, 1, 1.5]);
   });
 

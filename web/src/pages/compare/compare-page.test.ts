@@ -95,9 +95,9 @@ describe("the address", () => {
 });
 
 describe("lines", () => {
-  it("continue where nothing was recorded, and end where values are not finite", () => {
+  it("have gaps where nothing was recorded, and where values are not finite", () => {
     const [line] = linesOf(series, ["a", "b"]);
-    expect(line).toEqual({ label: "b", values: [1, undefined, null], colour: "--series-2", dashed: true });
+    expect(line).toEqual({ label: "b", values: [1, null, null], colour: "--series-2", dashed: true });
     expect(nonfiniteNotes(series, { align: "step", edges: [0, 5, 6, 7] })).toEqual([
       "b: not finite from step 6 on",
     ]);

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import type { Schemas } from "../../api/client";
-import { filledRows, labelledBins, negativeBins, recordAt, recordsOf, thinned } from "./distribution";
+import { labelledBins, negativeBins, placesOfRows, recordAt, recordsOf, thinned } from "./distribution";
 import { axisOf, FORMAT_RANGES, placeOf, ticksOf } from "./format-range";
 import { observationsOf, problemsOf, verdictOf } from "./problems";
 import { chartOf, measures, parseFigures, usualFigures } from "./series";
@@ -169,14 +169,14 @@ describe("what is wrong with a tensor", () => {
 });
 
 describe("the distribution over the steps", () => {
-  it("finds records, and shows each until the next", () => {
+  it("finds records, and leaves rows empty that were not measured", () => {
     const records = recordsOf(HISTOGRAM);
     expect(records.map((record) => [record.row, record.first, record.last, record.total])).toEqual([
       [0, 0, 9, 10],
       [2, 20, 29, 8],
       [3, 30, 39, 6],
     ]);
-    expect([...filledRows(HISTOGRAM, records)]).toEqual([0, 0, 1, 2]);
+    expect([...placesOfRows(HISTOGRAM, records)]).toEqual([0, -1, 1, 2]);
     expect([null, -5, 0, 15, 20, 99].map((step) => recordAt(records, step))).toEqual([2, 0, 0, 0, 1, 2]);
     expect(recordAt([], 3)).toBe(-1);
     expect(negativeBins(HISTOGRAM)).toBe(1);
