@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from sqlalchemy.orm import Session
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import LOSSES, METRICS, TensorInfo
 from watchstep.reading.columns import Columns, Selection
+from watchstep.reading.comparison.settings import is_hyperparameter
 from watchstep.reading.queries import loss_values
 from watchstep.reading.run import Run
 from watchstep_services.api.queries.line_bins import (
@@ -64,11 +64,6 @@ from watchstep_services.api.schemas.run_pages import (
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Attempt, BoundJobRow, RunRow, Segment
 from watchstep_services.runs.lifecycle import health_of
-
-HYPERPARAMETER = re.compile(
-    r"(?:.*\.)?optimizer(?:_\d+)?:(?:learning_rate|momentum|beta1|beta2|weight_decay)/.*", re.DOTALL
-)
-"""Names of the metrics that recorders write for each parameter group of an optimizer, when a value changes."""
 
 REPEATED_STEPS = 1000
 """Recorders repeat an unchanged hyperparameter after this number of steps."""
@@ -306,7 +301,7 @@ def kind_of(info: TensorInfo) -> str:
         return "losses"
     if METRICS not in info.collections:
         return ""
-    return "optimizer" if HYPERPARAMETER.fullmatch(info.name) else "metrics"
+    return "optimizer" if is_hyperparameter(info) else "metrics"
 
 
 def _group(kind: str, columns: Columns, infos: Sequence[TensorInfo], edges: NDArray[np.int64]) -> LineGroup:
