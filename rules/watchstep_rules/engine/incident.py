@@ -291,7 +291,8 @@ class Explanation(BaseModel):
     """The explanation of an alert.
 
     Attributes:
-        title: the rule, severity and step.
+        title: the rule, severity, phase and step.
+        since_step: the step from which the run is bad: the first of consecutive findings.
         seen: the finding's message, with the measured values.
         where: the tensor, its module, the module's class and its role; the rank and mode.
         against: the value and the threshold.
@@ -303,6 +304,7 @@ class Explanation(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     title: str
+    since_step: int
     seen: str
     where: str
     against: str
@@ -351,7 +353,8 @@ def explain(config: RuleConfig, transition: Transition) -> Explanation:
     advice = rule.advice(finding)
     name = config.name if config.name == config.rule else f"{config.name}, of rule {config.rule}"
     return Explanation(
-        title=f"{name} ({config.severity}) {transition.phase.value} at step {transition.step}",
+        title=f"{name} ({config.severity}) {phase_words(transition.phase.value, transition.since_step, transition.step)}",
+        since_step=transition.since_step,
         seen=finding.message,
         where=_where(finding),
         against=f"{finding.value:.4g}, threshold {finding.threshold:.4g}",
@@ -359,6 +362,17 @@ def explain(config: RuleConfig, transition: Transition) -> Explanation:
         usual_causes=tuple(map(sentence, advice.usual_causes)),
         what_to_try=tuple(map(sentence, advice.what_to_try)),
     )
+
+
+def phase_words(phase: str, bad_from: int, step: int) -> str:
+    """The phase of an alert in words: ``firing: bad from step 253``, or ``resolved at step 300``.
+
+    Args:
+        phase: the phase.
+        bad_from: the first of consecutive findings.
+        step: the step at which the alert came into the phase.
+    """
+    return f"{phase}: bad from step {bad_from}" if phase == Phase.FIRING.value else f"{phase} at step {step}"
 
 
 def sentence(words: str) -> str:

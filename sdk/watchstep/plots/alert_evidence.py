@@ -41,7 +41,7 @@ class AlertEvidence:
         figure: what ``values`` are, e.g. ``l2``.
         steps: steps of the values, ascending; n of them.
         values: n values; None, NaN or infinite for values that are not finite.
-        step: step at which the rule fired.
+        step: the step of the finding.
         thresholds: the threshold at each step, n values with None where there is none; or one number for all steps; or None.
         usual_range: lower and upper end of the tensor's earlier values; None if unknown.
         stopped_at: last step of a stopped run; None if it was not stopped.
@@ -86,7 +86,7 @@ def alert_figure(evidence: AlertEvidence, width: int = WIDTH, height: int = HEIG
     draw_evidence(axes, evidence)
     place = f"{evidence.run} · " if evidence.run else ""
     figure.suptitle(
-        label(f"{place}{evidence.rule} at step {evidence.step}", width // 9),
+        label(f"{place}{evidence.rule}: bad from step {evidence.step}", width // 9),
         fontsize=11,
         x=0.01,
         ha="left",
@@ -136,14 +136,14 @@ def draw_evidence(axes: Axes, evidence: AlertEvidence) -> None:
             transform=axes.get_xaxis_transform(),
             label="not finite",
         )
-    axes.axvline(evidence.step, color=VERMILLION, linewidth=1.3, label=f"fired at step {evidence.step}")
+    axes.axvline(evidence.step, color=VERMILLION, linewidth=1.3, label=f"bad from step {evidence.step}")
     if evidence.stopped_at is not None:
         axes.axvline(
             evidence.stopped_at,
             color=GREY,
             linewidth=1.2,
             linestyle="--",
-            label=f"stopped at step {evidence.stopped_at}",
+            label=f"ended after step {evidence.stopped_at}",
         )
     ends = [evidence.step, *steps[[0, -1]]] if len(steps) else [evidence.step]
     # At the size of the largest steps, float64 has no numbers half a step apart.

@@ -112,13 +112,19 @@ class PlotMark:
 
     Attributes:
         step: the step.
-        label: the event in a few words.
+        label: the event in a few words; of an alert, its rule; of an end, the state.
         kind: what it is; determines its colour.
     """
 
     step: int
     label: str
     kind: MarkKind = "note"
+
+    @property
+    def text(self) -> str:
+        """The event with its step: ``nan_or_inf: bad from step 253``, ``stopped: ended after step 308``, ``bundle at step 253``."""
+        relations = {"fired": ": bad from", "stopped": ": ended after"}
+        return f"{self.label}{relations.get(self.kind, ' at')} step {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -480,7 +480,7 @@ def _figure(title: str, body: str) -> str:
 def mark_entries(marks: Sequence[PlotMark], span: tuple[int, int] | None) -> list[tuple[str, str]]:
     """Return the entries of the events within the steps of a chart in its legend: class and text."""
     return [
-        (f"ws-mark ws-{mark.kind}", f"{mark.label} at step {mark.step}")
+        (f"ws-mark ws-{mark.kind}", mark.text)
         for mark in marks
         if span is None or span[0] <= mark.step <= span[1]
     ]

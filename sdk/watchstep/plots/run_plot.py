@@ -189,7 +189,7 @@ def draw_marks(axes: Axes, marks: Sequence[PlotMark], *, with_labels: bool = Fal
             color=colours[mark.kind],
             linewidth=1.2,
             linestyle="--" if mark.kind == "stopped" else ":" if mark.kind == "note" else "-",
-            label=legend_label(f"{mark.label} at step {mark.step}") if named else None,
+            label=legend_label(mark.text) if named else None,
         )
     if with_labels and marks:
         add_legend(axes, frameon=False)

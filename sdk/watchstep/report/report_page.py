@@ -155,7 +155,7 @@ def _alerts(report: RunReport) -> str:
 
 def _alert(alert: ReportedAlert) -> str:
     severity = f" ({alert.severity})" if alert.severity else ""
-    heading = f"{alert.name}{severity} {alert.phase} at step {alert.step}"
+    heading = f"{alert.name}{severity}: bad from step {alert.step}; {alert.phase}"
     where = f'<p class="soft">{html_text(alert.where)}</p>' if alert.where else ""
     lists = "".join(
         f"<details><summary>{name}</summary><ul>{''.join(f'<li>{html_text(line)}</li>' for line in lines)}</ul></details>"

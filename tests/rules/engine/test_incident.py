@@ -258,7 +258,8 @@ def config(**more: Any) -> RuleConfig:
 def test_an_explanation_states_what_where_against_what_and_since_when() -> None:
     explanation = explain(config(**{"for": {"steps": 5, "seconds": 3}}), firing(found()))
     assert explanation == Explanation(
-        title="exploding_gradient (warning) firing at step 54",
+        title="exploding_gradient (warning) firing: bad from step 50",
+        since_step=50,
         seen="norm is 1.23e+06, over 150",
         where="encoder.1.weight:gradient: gradient of module encoder.1 (Linear); worker 0, mode train",
         against="1.235e+06, threshold 150",
@@ -272,7 +273,7 @@ def test_an_explanation_states_what_where_against_what_and_since_when() -> None:
 def test_the_text_has_a_line_for_each() -> None:
     explanation = explain(config(name="wild", severity="critical"), firing(found(), since=54))
     lines = explanation.as_text().splitlines()
-    assert lines[0] == "wild, of rule exploding_gradient (critical) firing at step 54"
+    assert lines[0] == "wild, of rule exploding_gradient (critical) firing: bad from step 54"
     assert lines[4] == "  since   step 54, the first finding"
     assert lines[5].startswith("  usually ")
     assert sum(line.startswith("  try ") for line in lines) == 1

@@ -178,7 +178,7 @@ def alert(finding: dict[str, object] | None) -> Alert:
 def test_an_alert_is_drawn_and_shown_in_a_notebook(run: Run) -> None:
     found = alert(finding_of(run, "l2"))
     figure = found.plot(run)
-    assert "exploding at step 40" in figure.get_suptitle()
+    assert "exploding: bad from step 40" in figure.get_suptitle()
     html = found._repr_html_()
     assert "&lt;b&gt;second&lt;/b&gt;" in html
     assert "&lt;i&gt;rate" in html

@@ -223,6 +223,9 @@ class AlertPage(BaseModel):
     episodes: list[Episode] = Field(description="Newest first; at most 50.")
     series: AlertSeries
     deviations: AlertDeviations
+    computation: list[str] = Field(
+        description="Tensors of the findings and deviations in the order in which a step computes them: what comes first can be the cause."
+    )
     before: list[PriorEvent] = Field(description="Newest first.")
     actions: list[ActionOutput] = Field(description="Actions of the alert's events, with every attempt.")
     acknowledgement: AcknowledgementState | None

@@ -66,6 +66,7 @@ class RunFacts(BaseModel):
     state: str = Field(description="created, running, completed, failed, stopped or lost.")
     attempt: str = Field(description="Newest attempt; empty: none.")
     attempts: int
+    workers: int = Field(description="Number of ranks of the newest attempt; 0: not known.")
     last_step: int = Field(description="Largest evaluated step; -1: none.")
     max_step: int | None = Field(description="Number of steps that the run will make; null: not known.")
     rate: StepRate | None
@@ -112,6 +113,11 @@ class RunMark(BaseModel):
     severity: str = Field(description="Severity of the alert; empty: not an alert.")
     name: str = Field(description="Rule config; empty: none.")
     fingerprint: str = Field(description="Fingerprint of the alert; empty: none.")
+    since_step: int | None = Field(
+        None,
+        description="Of an alert: the step from which the run is bad, the first of its findings; null: none.",
+    )
+    worker: int | None = Field(None, description="Rank of the worker of the alert's finding; null: none.")
     tensor: str = Field("", description="Tensor that the alert's finding is about; empty: none.")
     causes: list[str] = Field(
         [],
