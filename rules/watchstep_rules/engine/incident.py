@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
 
+from watchstep.platform.terminal_text import number_text
 from watchstep_rules.config import rule_config
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Phase, Transition
@@ -357,7 +358,7 @@ def explain(config: RuleConfig, transition: Transition) -> Explanation:
         since_step=transition.since_step,
         seen=finding.message,
         where=_where(finding),
-        against=f"{finding.value:.4g}, threshold {finding.threshold:.4g}",
+        against=f"{number_text(finding.value)}, threshold {number_text(finding.threshold)}",
         since=_since(config, transition),
         usual_causes=tuple(map(sentence, advice.usual_causes)),
         what_to_try=tuple(map(sentence, advice.what_to_try)),
@@ -402,8 +403,8 @@ def event_message(config: RuleConfig, transition: Transition, run: RunName) -> s
         "module": finding.module,
         "module_type": finding.module_type,
         "role": finding.role,
-        "value": f"{finding.value:.4g}",
-        "threshold": f"{finding.threshold:.4g}",
+        "value": number_text(finding.value),
+        "threshold": number_text(finding.threshold),
         "message": finding.message,
         "since_step": str(transition.since_step),
         **{rule_config.LABEL + name: value for name, value in config.labels.items()},

@@ -102,6 +102,8 @@ class HistogramSeries:
         counts: int64 of shape (n, m); elements, added over the steps of a row.
         zeros: int64 of shape (n,); elements equal to zero, which are in no column.
         nonfinite: int64 of shape (n,).
+        first: int64 of shape (n,); the first measured step of each row, -1 for none.
+        last: int64 of shape (n,); the last measured step of each row, -1 for none.
     """
 
     edges: NDArray[np.int64]
@@ -110,6 +112,8 @@ class HistogramSeries:
     counts: NDArray[np.int64]
     zeros: NDArray[np.int64]
     nonfinite: NDArray[np.int64]
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
 
 
 def columns_of(index: RunIndex, figures: Sequence[str], selection: Selection, *, merge: bool) -> Columns:
@@ -197,6 +201,11 @@ def histogram(
     usual = usual_distance(np.diff(np.unique(step)))
     edges = edges_between(first, last, min(steps, max(1, (last - first + 1) // usual)))
     rows = len(edges) - 1
+    measured = np.unique(step).astype(np.int64)
+    starts = np.searchsorted(measured, edges)
+    has_record = starts[1:] > starts[:-1]
+    firsts = np.where(has_record, measured[np.minimum(starts[:-1], len(measured) - 1)], -1)
+    lasts = np.where(has_record, measured[starts[1:] - 1], -1)
     zeros, nonfinite = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
     sums = Histograms.empty(rows)
     counted = replace(selection, columns=("zero", "nan", "pos_inf", "neg_inf"))
@@ -222,7 +231,14 @@ def histogram(
         np.repeat(np.arange(rows), np.diff(sums_of_bins.offsets)), np.searchsorted(bins, sums_of_bins.bins)
     ] = sums_of_bins.counts
     return HistogramSeries(
-        edges, np.minimum(near, far)[order], np.maximum(near, far)[order], counts[:, order], zeros, nonfinite
+        edges,
+        np.minimum(near, far)[order],
+        np.maximum(near, far)[order],
+        counts[:, order],
+        zeros,
+        nonfinite,
+        firsts,
+        lasts,
     )
 
 

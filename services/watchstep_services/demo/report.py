@@ -294,7 +294,7 @@ def _lines(
         ("rule", f"{alert['rule']} ({alert['severity']})"),
         ("bad", f"from step {finding['step']}"),
         ("layer", layer if finding["module"] else finding["tensor"]),
-        ("value", f"{finding['value']:g}, threshold {finding['threshold']:g}: {finding['message']}"),
+        ("found", finding["message"]),
         ("why", _cause(finding)),
         ("ended", _end(outcome, int(finding["step"]), delay)),
         ("healthy", f"the same program on clean data: {healthy.state}, no alert"),

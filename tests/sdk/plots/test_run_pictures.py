@@ -234,7 +234,7 @@ def histogram_of(columns: dict[tuple[int, int], list[int]]) -> HistogramSeries:
     lower = np.array([min(ends[key]) for key in order])
     upper = np.array([max(ends[key]) for key in order])
     none = np.zeros(rows, np.int64)
-    return HistogramSeries(np.arange(rows + 1), lower, upper, counts, none, none)
+    return HistogramSeries(np.arange(rows + 1), lower, upper, counts, none, none, none, none)
 
 
 @given(
@@ -270,6 +270,8 @@ def test_shares_and_rows_without_a_finite_element() -> None:
         np.array([[4], [0], [0], [0]]),
         zeros=np.array([0, 0, 3, 0]),
         nonfinite=np.array([0, 0, 0, 5]),
+        first=np.array([0, -1, 2, 3]),
+        last=np.array([0, -1, 2, 3]),
     )
     np.testing.assert_equal(shares(histogram)[:, 0], [1.0, np.nan, 0.0, 0.0])
     assert without_finite(histogram).tolist() == [False, False, False, True]

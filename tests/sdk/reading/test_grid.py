@@ -160,6 +160,10 @@ def test_columns_are_as_wide_as_the_usual_distance_of_measurements_and_a_longer_
         assert len(gaps) in (4, 5)
         assert gaps[-1] < 150
     assert grid.count.sum(axis=1).tolist() == [len(steps)] * 2
+    has_record = histogram.first >= 0
+    assert (histogram.first[has_record] % 10 == 0).all()
+    assert (histogram.first[0], histogram.last[0], histogram.last[-1]) == (0, 0, 200)
+    assert (has_record == (histogram.counts.sum(axis=1) > 0)).all()
 
 
 def test_a_very_long_run(tmp_path: Path) -> None:

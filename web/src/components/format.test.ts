@@ -1,5 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { formatAge, formatBytes, formatDuration, formatNumber, formatShare } from "./format";
+import { exceedsBudget, overheadText } from "./states";
 
 describe("format", () => {
   it("writes integers exactly, other numbers with four digits, and those that are not finite as what they are", () => {
@@ -7,6 +8,19 @@ describe("format", () => {
     expect([0.012345, -1.23456e-9, 123456.7, 12.5, null, NaN, Infinity, -Infinity].map(formatNumber)).toEqual(
       ["0.01235", "−1.235e−9", "1.235e5", "12.5", "–", "–", "∞", "−∞"],
     );
+  });
+
+  it("writes the cost of recording in words, and colours it only beyond the budget after the first steps", () => {
+    const overhead = { share: 0.018, recent_share: 0.009, budget: 0.01, steps: 900 };
+    expect(overheadText(overhead)).toBe("1.8 % of the program's time, 0.9 % in the last minutes, budget 1 %");
+    expect(overheadText({ ...overhead, recent_share: null, budget: null })).toBe(
+      "1.8 % of the program's time",
+    );
+    const over = { ...overhead, recent_share: 0.02 };
+    expect(
+      [overhead, over, { ...over, steps: 200 }, { ...over, budget: null }, null].map(exceedsBudget),
+    ).toEqual([false, true, false, false, false]);
+    expect(exceedsBudget({ ...overhead, recent_share: null })).toBe(true);
   });
 
   it("writes durations, ages, sizes and shares with one or two units", () => {

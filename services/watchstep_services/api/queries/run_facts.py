@@ -228,7 +228,13 @@ def overhead_of(report: Mapping[str, Any]) -> Overhead | None:
     share = _share(overhead.get("share"))
     if share is None:
         return None
-    return Overhead(share=share, budget=_share(overhead.get("budget")))
+    steps = overhead.get("steps")
+    return Overhead(
+        share=share,
+        recent_share=_share(overhead.get("recent_share")),
+        budget=_share(overhead.get("budget")),
+        steps=steps if type(steps) is int and 0 <= steps < _LARGEST else None,
+    )
 
 
 def overhead_of_run(health: Mapping[str, Any]) -> Overhead | None:

@@ -227,7 +227,7 @@ def _others(run_records: RunRecords, fingerprint: str) -> list[OtherAlert]:
                 name=lane.name,
                 severity=lane.severity,
                 phase=lane.phase,
-                step=None if mark is None else mark.step,
+                step=None if mark is None else mark.since_step,
                 inhibited_by="" if mark is None else mark.inhibited_by,
             )
         )

@@ -207,7 +207,9 @@ class OtherAlert(BaseModel):
     name: str
     severity: str
     phase: str = Field(description="pending, firing or resolved, on the newest attempt.")
-    step: int | None = Field(description="Step at which it fired last; null: it has not fired.")
+    step: int | None = Field(
+        description="Step from which the run is bad, the first of the findings; null: it has not fired."
+    )
     inhibited_by: str = Field("", description="Rule config whose alert explains this one; empty: none.")
 
 

@@ -26,8 +26,12 @@ class StepRate(BaseModel):
 class Overhead(BaseModel):
     """Cost of recording, as a share of the program's time; of several recorders, the largest."""
 
-    share: float
+    share: float = Field(description="Since the start.")
+    recent_share: float | None = Field(description="In the last five minutes; null: not known.")
     budget: float | None = Field(description="The budget; null: none is set.")
+    steps: int | None = Field(
+        description="Number of steps so far; null: not known. The first steps are measured beyond the budget."
+    )
 
 
 class HealthDigest(BaseModel):

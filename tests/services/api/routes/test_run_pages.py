@@ -98,11 +98,11 @@ def test_health_and_overhead_come_from_the_recorders(api: Api) -> None:
             "faults": {"upload": "OSError: full"},
         },
         "node/w1": {"counts": {}, "overhead": {"share": 0.004, "budget": 0.01}, "max_step": 500},
-        "node/w2": {"overhead": {"share": 0.02, "budget": 0.01}},
+        "node/w2": {"overhead": {"share": 0.02, "budget": 0.01, "recent_share": 0.008, "steps": 500}},
     }
     api.driven.change(RunRow, run_id, health={"recorders": reports, "missing_segments": 2})
     (row,) = api.get(f"{PROJECT}/run-table")["runs"]
-    assert row["overhead"] == {"share": 0.02, "budget": 0.01}
+    assert row["overhead"] == {"share": 0.02, "recent_share": 0.008, "budget": 0.01, "steps": 500}
     assert row["max_step"] == 500
     assert row["health"] == {
         "level": "fault",

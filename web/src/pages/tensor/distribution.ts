@@ -4,9 +4,10 @@ import type { Schemas } from "../../api/client";
 
 type Histogram = Schemas["HistogramOutput"];
 
-/** A row of the histogram that has a record. */
+/** A row of the histogram that has records. */
 export interface Record {
   row: number;
+  /** First and last measured step. */
   first: number;
   last: number;
   /** Number of elements, with zeros and those that are not finite. */
@@ -18,8 +19,7 @@ export function recordsOf(histogram: Histogram): Record[] {
   return histogram.zeros.flatMap((zeros, row) => {
     const finite = histogram.counts[row]?.reduce((sum, count) => sum + count, 0) ?? 0;
     const total = finite + zeros + (histogram.nonfinite[row] ?? 0);
-    const [first, end] = [histogram.edges[row]!, histogram.edges[row + 1]!];
-    return total > 0 ? [{ row, first, last: end - 1, total }] : [];
+    return total > 0 ? [{ row, first: histogram.first[row]!, last: histogram.last[row]!, total }] : [];
   });
 }
 

@@ -53,6 +53,8 @@ const HISTOGRAM = {
   ],
   zeros: [2, 0, 4, 0],
   nonfinite: [0, 0, 0, 6],
+  first: [0, -1, 20, 31],
+  last: [9, -1, 29, 39],
 };
 const page = (changes: Partial<Page> = {}): Page =>
   ({
@@ -121,7 +123,7 @@ describe("what is wrong with a tensor", () => {
 
   it("sees what no rule watches for", () => {
     expect(observationsOf(page({ histogram: HISTOGRAM }))).toEqual([
-      { tone: "fault", text: "NaN or infinite: 6 of 6 elements at steps 30–39.", step: 30 },
+      { tone: "fault", text: "NaN or infinite: 6 of 6 elements at steps 31–39.", step: 31 },
     ]);
     const zeros = {
       ...HISTOGRAM,
@@ -174,7 +176,7 @@ describe("the distribution over the steps", () => {
     expect(records.map((record) => [record.row, record.first, record.last, record.total])).toEqual([
       [0, 0, 9, 10],
       [2, 20, 29, 8],
-      [3, 30, 39, 6],
+      [3, 31, 39, 6],
     ]);
     expect([...placesOfRows(HISTOGRAM, records)]).toEqual([0, -1, 1, 2]);
     expect([null, -5, 0, 15, 20, 99].map((step) => recordAt(records, step))).toEqual([2, 0, 0, 0, 1, 2]);
