@@ -32,12 +32,13 @@ def grid_edges(first: int, last: int, points: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class LineBins:
-    """One tensor in one mode over n columns.
+    """One tensor in one mode over n columns, of all workers or of one.
 
     Attributes:
         tensor: index of the tensor.
         mode: mode of the rows.
         workers: number of workers with rows.
+        worker: rank of the only worker of a line per worker; None for a line of all workers.
         count: int64 of shape (n,), number of rows.
         mean, min, max: float64 of shape (n,), over finite values; NaN without any.
         last: float64 of shape (n,), value of the last row; NaN without rows.
@@ -55,10 +56,16 @@ class LineBins:
     last: Floats
     nonfinite: NDArray[np.int64]
     newest: tuple[int, float] | None = None
+    worker: int | None = None
 
 
 def bin_rows(
-    columns: Columns, values: Floats, positions: NDArray[np.int64], edges: NDArray[np.int64]
+    columns: Columns,
+    values: Floats,
+    positions: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    *,
+    by_worker: bool = False,
 ) -> list[LineBins]:
     """Summarize rows by tensor, mode and column; by tensor and mode, ascending.
 
@@ -67,15 +74,18 @@ def bin_rows(
         values: the value of each row, shape (m,).
         positions: the position of each row on the axis of the grid, shape (m,). Rows outside of the grid are ignored.
         edges: as from `grid_edges`.
+        by_worker: whether each worker has lines of its own: a flag, or the load of a machine, has no mean.
     """
     if len(edges) < 2:
         return []
     rows = np.flatnonzero((positions >= edges[0]) & (positions < edges[-1]))
     bins = np.searchsorted(edges, positions[rows], side="right") - 1
     tensor, mode = columns["tensor"][rows].astype(np.int64), columns["mode"][rows].astype(np.int64)
-    order = np.lexsort([positions[rows], mode, tensor])
-    rows, bins, tensor, mode = rows[order], bins[order], tensor[order], mode[order]
-    changes = np.flatnonzero((tensor[1:] != tensor[:-1]) | (mode[1:] != mode[:-1])) + 1
+    worker = columns["worker"][rows].astype(np.int64) if by_worker else np.full(len(rows), -1)
+    order = np.lexsort([positions[rows], worker, mode, tensor])
+    rows, bins, tensor, mode, worker = rows[order], bins[order], tensor[order], mode[order], worker[order]
+    changed = (tensor[1:] != tensor[:-1]) | (mode[1:] != mode[:-1]) | (worker[1:] != worker[:-1])
+    changes = np.flatnonzero(changed) + 1
     parts = np.split(np.arange(len(rows)), changes) if len(rows) else []
     return [
         replace(
@@ -88,6 +98,7 @@ def bin_rows(
                 len(edges) - 1,
             ),
             newest=_newest(positions[rows[part]], values[rows[part]].astype(np.float64)),
+            worker=int(worker[part[0]]) if by_worker else None,
         )
         for part in parts
     ]
@@ -171,6 +182,7 @@ def as_output(line: LineBins, info: TensorInfo, figure: str) -> BinnedLine:
         figure=figure,
         mode=line.mode,
         workers=line.workers,
+        worker=line.worker,
         derived=info.derived and line.mode == "train",
         count=whole_numbers(line.count),
         mean=numbers(line.mean),
@@ -189,7 +201,12 @@ def in_order(lines: Sequence[LineBins], infos: Sequence[TensorInfo]) -> list[Lin
     """Return lines with those of training first, then in the model's order."""
     return sorted(
         lines,
-        key=lambda line: (_MODE_ORDER[line.mode], infos[line.tensor].order, infos[line.tensor].name),
+        key=lambda line: (
+            _MODE_ORDER[line.mode],
+            infos[line.tensor].order,
+            infos[line.tensor].name,
+            -1 if line.worker is None else line.worker,
+        ),
     )
 
 

@@ -39,13 +39,14 @@ class NewestValue(BaseModel):
 class BinnedLine(BaseModel):
     """One figure of one tensor in one mode, over the columns of the grid. Each list has one entry per column.
 
-    A column summarizes the rows of its steps and of all workers.
+    A column summarizes the rows of its steps and of all workers, or of one.
     """
 
     tensor: str
     figure: str
     mode: str
     workers: int = Field(description="Number of workers with rows.")
+    worker: int | None = Field(None, description="Rank, of a line of one worker; null: of all workers.")
     derived: bool = Field(
         False, description="Whether the program did not log the loss; then it was read at backward()."
     )

@@ -223,7 +223,13 @@ class RunOverview(BaseModel):
     optimizer: LineGroup = Field(
         description="Learning rates and other hyperparameters. A value lasts until the next one: columns without a row repeat it, with count 0."
     )
-    metrics: LineGroup = Field(description="Other scalars that the program recorded.")
+    metrics: LineGroup = Field(
+        description="Other scalars that the program recorded; of several workers, a line per worker."
+    )
+    system: LineGroup = Field(
+        description="Load of processors, memory and GPUs, and waiting for data; of several workers, a line per worker."
+    )
+    workers: list[int] = Field(description="Ranks of the workers with records.")
     collections: dict[str, int] = Field(description="Recorded collections: name to number of tensors.")
     marks: list[RunMark] = Field(description="By time.")
     marks_left_out: int = Field(description="Number of earlier marks beyond the limit.")

@@ -249,6 +249,29 @@ def test_the_newest_value_is_of_the_newest_row_also_if_it_is_not_finite(api: Api
     assert evaluation["newest"] == {"step": 4, "value": 2.5, "text": "2.5"}
 
 
+def test_metrics_and_the_system_have_a_line_per_worker_and_flags_no_mean(api: Api) -> None:
+    recording = api.driven.recording().begin(world_size=2)
+    loss = tensor("loss", "losses", role="loss", shape=())
+    flag = tensor("skipped", "metrics", role="metric", shape=())
+    load = tensor("system/cpu", "system", role="system", shape=())
+    keys = []
+    for worker in (0, 1):
+        rows = [Row(step, loss, [1.0 + worker], worker=worker) for step in range(4)]
+        rows += [Row(step, flag, [float(worker)], worker=worker) for step in range(4)]
+        rows += [Row(2, load, [0.25 + worker], mode="global", worker=worker)]
+        keys.append(recording.write_rows(0, rows, worker))
+    api.driven.judge(api.driven.register(), *keys)
+    overview = api.get(f"{RUN}/overview", points=1)
+    assert (overview["workers"], overview["run"]["workers"]) == ([0, 1], 2)
+    assert [line["mean"] for line in overview["losses"]["lines"]] == [[1.5]]
+    for group, values in (("metrics", [[0.0], [1.0]]), ("system", [[0.25], [1.25]])):
+        lines = overview[group]["lines"]
+        assert [line["worker"] for line in lines] == [0, 1]
+        assert [line["mean"] for line in lines] == values
+    (line,) = api.get(f"{RUN}/overview", points=1, worker=1)["losses"]["lines"]
+    assert (line["mean"], line["workers"]) == ([2.0], 1)
+
+
 def test_an_overview_survives_deleted_and_damaged_objects(api: Api, folder_store: Store) -> None:
     judge(api, "run-1", healthy)
     folder = Path(folder_store.location) / "vision" / "run-1"

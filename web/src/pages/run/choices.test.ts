@@ -6,6 +6,7 @@ import {
   groupScalars,
   isLogarithmic,
   linesAsColumns,
+  nameOfLine,
   newestValue,
   nonfiniteRanges,
   seriesOf,
@@ -21,6 +22,7 @@ const line = (
   figure: "mean",
   mode: "train",
   workers: 1,
+  worker: null,
   derived: false,
   count: mean.map((value) => (value === null ? 0 : 1)),
   mean,
@@ -45,6 +47,14 @@ describe("scalars", () => {
       "other",
       "other min",
       "other max",
+    ]);
+  });
+
+  it("names the rank of a line of one worker", () => {
+    const lines = [0, 1].map((worker) => line("system/cpu", [0.5], { worker, mode: "global" }));
+    expect(lines.map((each) => nameOfLine(each, lines))).toEqual([
+      "system/cpu (rank 0)",
+      "system/cpu (rank 1)",
     ]);
   });
 

@@ -4,10 +4,17 @@ import { formatNumber } from "../../components/format";
 
 type Line = Schemas["BinnedLine"];
 
-/** Name of a line: its tensor, and its mode if another line has the same tensor or it is not of the training. */
+/** Modes that need not be named: of the training, and of what belongs to no pass. */
+const USUAL_MODES = ["train", "global"];
+
+/** Name of a line: its tensor, its rank if it is of one worker, and its mode if another line has the same tensor or it is not usual. */
 export function nameOfLine(line: Line, lines: readonly Line[]): string {
-  const several = lines.filter((other) => other.tensor === line.tensor).length > 1;
-  return several || line.mode !== "train" ? `${line.tensor} (${line.mode})` : line.tensor;
+  const modes = new Set(lines.filter((other) => other.tensor === line.tensor).map(({ mode }) => mode));
+  const parts = [
+    ...(line.worker === null ? [] : [`rank ${line.worker}`]),
+    ...(modes.size > 1 || !USUAL_MODES.includes(line.mode) ? [line.mode] : []),
+  ];
+  return parts.length === 0 ? line.tensor : `${line.tensor} (${parts.join(", ")})`;
 }
 
 /** Return the lines of a chart, with gaps where nothing was recorded. Evaluations are dashed. */
@@ -16,7 +23,7 @@ export function seriesOf(lines: readonly Line[], smoothing: number): LineSeries[
     label: nameOfLine(line, lines),
     values: smooth(line.mean, smoothing),
     band: { low: line.min, high: line.max },
-    dashed: line.mode !== "train",
+    dashed: !USUAL_MODES.includes(line.mode),
   }));
 }
 
