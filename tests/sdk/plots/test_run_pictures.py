@@ -355,7 +355,7 @@ def test_a_gap_is_not_filled_in_pictures_of_a_run_and_of_a_tensor(tmp_path: Path
     lines = run.binned_series(SeriesRequest(FIRST.name, "max")).lines
     figure = tensor_figure(FIRST.name, "max", named_lines(lines, "max"), None)
     steps, values = figure.axes[0].lines[0].get_data()
-    assert len(steps) == 21
+    assert len(np.asarray(steps)) == 21
     assert np.isnan(np.asarray(values, np.float64)[10])
 
 

@@ -79,7 +79,7 @@ def test_a_cosine_is_compared_where_it_relates_to_the_same_gradient(tmp_path: Pa
         rows = [Row(step, FIRST, [1.0]) for step in steps]
         block = replace(block_of(rows), probes={"gradient_cosine": np.array(cosines)})
         write(new_run(tmp_path, run), [block])
-    found = diff(*(open_run(tmp_path / "default" / run) for run in "ab"))
+    found = diff(open_run(tmp_path / "default" / "a"), open_run(tmp_path / "default" / "b"))
     assert [(row["step"], row["figure"]) for row in found.table.to_pylist()] == [(4, "probe.gradient_cosine")]
 
 

@@ -107,7 +107,7 @@ def get_alert_page(
 
     def build(opened: Run) -> View:
         deviations = _deviations(queries, (project, run), opened, records.alert.attempt, since)
-        bad = {entry.tensor for entry in (*deviations.deviations, *records.findings)}
+        bad = {entry.tensor for entry in deviations.deviations} | {entry.tensor for entry in records.findings}
         evidence = _Evidence(
             read_evidence_lines(opened, records.finding, window),
             hyperparameter_changes(opened, window.first, since),
