@@ -73,6 +73,7 @@ def test_the_address_holds_the_choices(visit: Visit, path: str) -> None:
 def test_zooming_by_dragging(visit: Visit, path: str) -> None:
     with visit.open(path) as page:
         settled(page)
+        page.get_by_role("img").first.scroll_into_view_if_needed()
         box = page.get_by_role("img").first.bounding_box()
         assert box is not None
         page.mouse.move(box["x"] + 300, box["y"] + 60)

@@ -93,7 +93,7 @@ class Heatmap:
 class HistogramSeries:
     """Exponent histograms of one tensor over the steps, in bins of steps.
 
-    A bin is as wide as the usual distance between two measurements. One without a measurement is a gap, and has no element.
+    A bin without a measurement is a gap, and has no element.
 
     Attributes:
         edges: int64 of shape (n + 1,); row i covers the steps edges[i] … edges[i + 1] - 1.
@@ -197,9 +197,7 @@ def histogram(
             f"tensor {tensor!r} has no row of mode {mode} and worker {worker}",
             "see Tensor.steps() and .workers",
         )
-    first, last = int(step.min()), int(step.max())
-    usual = usual_distance(np.diff(np.unique(step)))
-    edges = edges_between(first, last, min(steps, max(1, (last - first + 1) // usual)))
+    edges = edges_between(int(step.min()), int(step.max()), steps)
     rows = len(edges) - 1
     measured = np.unique(step).astype(np.int64)
     starts = np.searchsorted(measured, edges)

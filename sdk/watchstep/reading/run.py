@@ -581,8 +581,7 @@ class Run:
 
         Args:
             tensor: its name.
-            steps: maximum number of rows, of which there are fewer if the tensor is measured less often; the histograms of several steps
-                are added up in one row.
+            steps: maximum number of rows; the histograms of several steps are added up in one row.
             worker: only rows of this worker. Default: all shards of the first replica, or the first worker.
             mode: only steps of this mode.
             first: first step.
