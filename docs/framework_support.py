@@ -21,6 +21,7 @@ OWN_INPUTS: Mapping[str, str] = {
     "missing_zero_grad": "gradients:stale",
     "optimizer_not_stepping": "updates:overdue",
     "scaler_skips": "gradient_scaler:skipped",
+    "skipped_updates": "updates:skipped",
     "symmetric_units": "unit_spread",
 }
 """Rules that judge one metric or probe, by name. Other tensors of the same collection do not suffice."""

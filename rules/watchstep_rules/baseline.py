@@ -32,6 +32,7 @@ from watchstep_rules.signals.baseline import (
     BaselineTensor,
     Span,
     Statistic,
+    architecture_of,
     statistic_of,
 )
 
@@ -81,7 +82,8 @@ def summarize_run(run: Run) -> BaselineRun:
             )
             for index, statistic in chosen.items()
             if spans[infos[index].name]
-        }
+        },
+        architecture=architecture_of(infos),
     )
 
 

@@ -16,7 +16,11 @@ from watchstep_rules.builtin.gradients.exploding_gradient import ExplodingGradie
 from watchstep_rules.builtin.gradients.gradient_norm_spike import GradientNormSpike
 from watchstep_rules.builtin.gradients.gradients_cease import GradientsCease
 from watchstep_rules.builtin.gradients.missing_zero_grad import MissingZeroGrad
-from watchstep_rules.builtin.gradients.mixed_precision import NumberFormatHeadroom, ScalerSkips
+from watchstep_rules.builtin.gradients.mixed_precision import (
+    NumberFormatHeadroom,
+    ScalerSkips,
+    SkippedUpdates,
+)
 from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInf
 from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValues
 from watchstep_rules.builtin.gradients.vanishing_gradient import VanishingGradient
@@ -130,6 +134,7 @@ RULES: dict[str, AnyRule] = {
         GradientNormSpike(),
         ReplicaDivergence(),
         ScalerSkips(),
+        SkippedUpdates(),
         LearningRateScale(),
         HyperparameterJump(),
         GradientsCease(),

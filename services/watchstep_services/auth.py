@@ -414,10 +414,13 @@ def _revoke_created(session: Session, maker: Token, now: int) -> tuple[str, ...]
     return tuple(sorted(revoked.scalars()))
 
 
-def forget_named(database: Database, name: str, created_by: str) -> None:
-    """Delete tokens that an earlier process created for itself and did not delete, because it was killed."""
+def forget_named(database: Database, name: str, created_by: str, *, only_expired: bool = False) -> None:
+    """Delete tokens that an earlier process created for itself and did not delete, or only those of them that have expired."""
+    chosen = delete(Token).where(Token.name == name, Token.created_by == created_by)
     with database.write() as session:
-        session.execute(delete(Token).where(Token.name == name, Token.created_by == created_by))
+        if only_expired:
+            chosen = chosen.where(Token.expires_ns < read_clock(session))
+        session.execute(chosen)
 
 
 def _unknown(public: str) -> NotFoundError:

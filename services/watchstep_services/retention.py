@@ -22,7 +22,7 @@ from sqlalchemy import Select, Table, delete, or_, select, update
 from sqlalchemy.orm import Session
 
 from watchstep.errors import StoreError, WatchstepError
-from watchstep.format.layout import RUN_DOCUMENT, SegmentKey, WriterId
+from watchstep.format.layout import BUNDLES, RUN_DOCUMENT, SegmentKey, WriterId
 from watchstep.reading.compaction import compact
 from watchstep.store.store import Store
 from watchstep_services.core.settings import NANOSECONDS, Settings
@@ -316,7 +316,8 @@ def _do(service: Service, claim: UpkeepClaim) -> None:
         if _is_read(service, claim):
             compact(run_store, delete_after=0.0, may_delete=_judged(service, claim))
     elif _is_still_over(service, claim):
-        delete_objects(run_store, TENSORS)
+        for prefix in (TENSORS, BUNDLES):
+            delete_objects(run_store, prefix)
     else:
         return
     with service.database.write() as session:

@@ -19,6 +19,14 @@ def test_the_page(visit: Visit, dark: bool) -> None:
         screenshot(page, f"admin-{'dark' if dark else 'light'}")
 
 
+def test_the_administration_keeps_the_project(visit: Visit) -> None:
+    with visit.open(f"/projects/{PROJECT}") as page:
+        settled(page)
+        page.get_by_role("link", name="Administration").click()
+        expect(page).to_have_url(re.compile(rf"/admin\?project={PROJECT}$"))
+        expect(page.get_by_role("navigation", name="Pages").get_by_role("link", name="Rules")).to_be_visible()
+
+
 def test_a_token_is_created_shown_once_and_revoked(visit: Visit, site: Site) -> None:
     with visit.open("/admin") as page:
         settled(page)

@@ -202,3 +202,16 @@ def test_hostile_names_and_a_rule_that_could_not_compare_anything(visit: Visit, 
         assert page.locator("main img").count() == 0
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         assert serious_findings(page) == []
+
+
+def test_a_person_says_whether_the_alert_was_right(visit: Visit, site: Site) -> None:
+    with visit.open(site.run_path(site.faulty)) as page:
+        page.get_by_role("link", name="See the evidence").click()
+        group = page.get_by_role("group", name="Was this alert right?")
+        group.get_by_role("button", name="Yes").click()
+        expect(group.get_by_role("button", name="Yes")).to_have_attribute("aria-pressed", "true")
+        page.reload()
+        expect(group.get_by_role("button", name="Yes")).to_have_attribute("aria-pressed", "true")
+        assert serious_findings(page) == []
+        group.get_by_role("button", name="Yes").click()
+        expect(group.get_by_role("button", name="Yes")).to_have_attribute("aria-pressed", "false")

@@ -55,6 +55,35 @@ def test_a_link_replaces_a_session_that_has_ended(visit: Visit, site: Site) -> N
         expect(page.get_by_role("banner")).to_contain_text("admin")
 
 
+def test_a_new_tab_is_logged_in(visit: Visit, site: Site) -> None:
+    with visit.open("/") as page:
+        settled(page)
+        other = page.context.new_page()
+        other.goto(site.url + site.run_path(site.healthy))
+        expect(other.get_by_role("heading", level=1)).to_contain_text(site.healthy)
+
+
+def test_a_token_that_is_revoked_leads_to_the_login(visit: Visit, site: Site) -> None:
+    visit.expect("401")
+    with visit.open(f"/projects/{PROJECT}") as page:
+        settled(page)
+        page.route("**/v1/**", lambda route: route.fulfill(status=401, json={"detail": "revoked"}))
+        page.get_by_role("link", name=site.healthy).click()
+        expect(page.get_by_role("heading", name="Log in to Watchstep")).to_be_visible()
+        expect(page.get_by_role("alert")).to_contain_text("expired or revoked")
+
+
+def test_a_service_that_is_gone_is_shown_and_waited_for(visit: Visit, site: Site) -> None:
+    visit.expect("ERR_", "Failed to load")
+    with visit.open(site.run_path(site.healthy)) as page:
+        settled(page)
+        page.route("**/v1/**", lambda route: route.abort())
+        page.reload()
+        expect(page.get_by_role("main")).to_contain_text("The service does not answer")
+        page.unroute("**/v1/**")
+        expect(page.get_by_role("heading", level=1)).to_contain_text(site.healthy)
+
+
 def test_login_form(visit: Visit, site: Site, dark: bool) -> None:
     visit.expect("401")  # Chromium reports the status of refused requests
     with visit.open(site.run_path(site.faulty), token="", dark=dark) as page:
@@ -70,8 +99,10 @@ def test_login_form(visit: Visit, site: Site, dark: bool) -> None:
 
 
 def test_unknown_addresses_say_so(visit: Visit) -> None:
+    for path in ("/projects/demo/nothing", "/nothing"):
+        with visit.open(path) as page:
+            expect(page.get_by_role("main")).to_contain_text("There is no such page")
     with visit.open("/projects/demo/nothing") as page:
-        expect(page.get_by_role("main")).to_contain_text("There is no such page")
         page.get_by_role("link", name="All projects").click()
         settled(page)
 

@@ -15,7 +15,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -217,10 +217,13 @@ class Replayed:
     Attributes:
         outcome: the outcome of the rules as they are.
         fired: the first firing of each variation that was not inhibited; None if there was none.
+        was_right: answers of people to whether the live alert of a rule config on this run was right: ``yes``, ``no`` or ``not_sure``, by
+            the name of the rule config.
     """
 
     outcome: BacktestOutcome
     fired: tuple[FirstAlert | None, ...]
+    was_right: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -374,7 +377,7 @@ def result_as_data(result: Replayed | Failed, findings: int = 100) -> dict[str, 
     if isinstance(result, Failed):
         return {"location": result.location, "what": result.what, "hint": result.hint}
     fired = [None if first is None else vars(first) for first in result.fired]
-    return {**_run(result.outcome, findings), "fired": fired}
+    return {**_run(result.outcome, findings), "fired": fired, "was_right": dict(result.was_right)}
 
 
 def result_from_data(data: dict[str, Any]) -> Replayed | Failed:
@@ -398,7 +401,8 @@ def result_from_data(data: dict[str, Any]) -> Replayed | Failed:
     outcome = BacktestOutcome(
         str(data["location"]), str(data["project"]), str(data["run"]), attempts, dict(data["damaged"])
     )
-    return Replayed(outcome, tuple(None if first is None else FirstAlert(**first) for first in data["fired"]))
+    fired = tuple(None if first is None else FirstAlert(**first) for first in data["fired"])
+    return Replayed(outcome, fired, {str(name): str(answer) for name, answer in data["was_right"].items()})
 
 
 def _outcome_from(data: dict[str, Any]) -> ReplayOutcome:
@@ -421,6 +425,7 @@ def _transition_from(data: dict[str, Any]) -> Transition:
         since_ns=int(data["since_ns"]),
         inhibited_by=str(data["inhibited_by"]),
         revised=bool(data.get("revised", False)),
+        loaded_at=data.get("loaded_at"),
     )
 
 
@@ -471,6 +476,7 @@ def _transition(config: RuleConfig, change: Transition, name: RunName) -> dict[s
         "since_ns": change.since_ns,
         "inhibited_by": change.inhibited_by,
         "revised": change.revised,
+        "loaded_at": change.loaded_at,
         "message": event_message(config, change, name) if change.finding else "",
         "finding": json.loads(change.finding.model_dump_json()) if change.finding else None,
     }

@@ -70,6 +70,7 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(rule="overfit", severity="warning", hold=MinimumDuration(steps=2)),
     RuleConfig(rule="replica_divergence", severity="critical"),
     RuleConfig(rule="scaler_skips", severity="warning"),
+    RuleConfig(rule="skipped_updates", severity="info"),
     RuleConfig(rule="frozen_batch_norm", severity="warning"),
     RuleConfig(rule="running_statistics_frozen", severity="info"),
     RuleConfig(rule="starved_expert", severity="info", keep_firing=_LAYERS),

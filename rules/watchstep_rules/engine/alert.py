@@ -162,6 +162,8 @@ class Transition:
         since_ns: the time of that step's row, nanoseconds since the epoch; 0 if the alert has not fired.
         inhibited_by: the rule config that inhibits notification; empty if notifications are sent.
         revised: whether the alert fired before and now names a likelier cause.
+        loaded_at: for a resolved alert, the step after which the program loaded weights after the alert fired; None if it did not, or the
+            rule does not follow it.
     """
 
     phase: Phase
@@ -171,6 +173,7 @@ class Transition:
     since_ns: int
     inhibited_by: str = ""
     revised: bool = False
+    loaded_at: int | None = None
 
 
 class Watermarks(NamedTuple):

@@ -80,7 +80,7 @@ _STAGES: tuple[tuple[str, ...], ...] = (
         "unlike_earlier_runs",
         "similar_across_runs",
     ),
-    ("scaler_skips", "non_finite_values", "nan_or_inf"),
+    ("scaler_skips", "skipped_updates", "non_finite_values", "nan_or_inf"),
 )
 """Rules by stage, in the order in which faults spread, the most upstream first."""
 
@@ -354,7 +354,10 @@ def explain(config: RuleConfig, transition: Transition) -> Explanation:
     advice = rule.advice(finding)
     name = config.name if config.name == config.rule else f"{config.name}, of rule {config.rule}"
     return Explanation(
-        title=f"{name} ({config.severity}) {phase_words(transition.phase.value, transition.since_step, transition.step)}",
+        title=(
+            f"{name} ({config.severity}) {phase_words(transition.phase.value, transition.since_step, transition.step)}"
+            f"{_load(transition)}"
+        ),
         since_step=transition.since_step,
         seen=finding.message,
         where=_where(finding),
@@ -415,6 +418,12 @@ def event_message(config: RuleConfig, transition: Transition, run: RunName) -> s
 def _finding_of(transition: Transition) -> Finding:
     assert transition.finding is not None  # firing and resolved transitions have a finding
     return transition.finding
+
+
+def _load(transition: Transition) -> str:
+    if transition.loaded_at is None:
+        return ""
+    return f": the program loaded weights after step {transition.loaded_at}"
 
 
 def _where(finding: Finding) -> str:

@@ -20,12 +20,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from watchstep.errors import RuleError
 from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import Demand, RuleConfig
-from watchstep_rules.engine.alert import AlertMemory, Transition, Watermarks, advance
+from watchstep_rules.engine.alert import AlertMemory, Phase, Transition, Watermarks, advance
 from watchstep_rules.engine.inhibition import AlertUpdate, inhibit
 from watchstep_rules.engine.rule_inputs import JudgingProgress, RuleInputs
 from watchstep_rules.engine.streaks import ClockTick, JudgedRows
 from watchstep_rules.rule import Finding
 from watchstep_rules.saved_block import empty_like
+from watchstep_rules.signals.loaded_weights import LOADED, loaded_steps
 from watchstep_rules.signals.tensor_selection import CatalogueCache
 
 
@@ -38,6 +39,7 @@ class RuleHealth(str, Enum):
 
 
 _MOST_PROBLEM = 500
+_MOST_LOADS = 16
 
 
 class RuleMemory(BaseModel):
@@ -52,6 +54,7 @@ class RuleMemory(BaseModel):
         evaluated_rows: number of rows judged so far, without evidence.
         evaluated_steps: number of their steps. A step that arrives after a later one is not counted.
         last_step: the last of them; -1 for none.
+        loaded_steps: the last steps after which the program loaded weights.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
@@ -64,6 +67,7 @@ class RuleMemory(BaseModel):
     evaluated_rows: int = 0
     evaluated_steps: int = 0
     last_step: int = -1
+    loaded_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,9 +153,13 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict
     evaluated_rows = memory.evaluated_rows + len(steps)
     tick = ClockTick(rows.progress.now, clock_ns) if rule.clock else None
     alert, transitions = memory.alert, list[Transition]()
+    loads = memory.loaded_steps
+    if LOADED in demand.needs.metrics:
+        loads = tuple(sorted({*loads, *loaded_steps(block)}))[-_MOST_LOADS:]
     if findings or alert.follows:
         judged_rows = JudgedRows.of(block, rule.conclusive(params, block))
         alert, transitions = advance(alert, config.timing, judged_rows, findings, tick, watermarks)
+        transitions = [_after_load(change, loads) for change in transitions]
     new_memory = RuleMemory(
         version=rule.version,
         state=state.model_dump(mode="json"),
@@ -163,8 +171,17 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict
         evaluated_rows=evaluated_rows,
         evaluated_steps=memory.evaluated_steps + len(later_steps),
         last_step=int(later_steps[-1]) if len(later_steps) else memory.last_step,
+        loaded_steps=loads,
     )
     return Verdict(new_memory, findings, transitions)
+
+
+def _after_load(change: Transition, loads: Sequence[int]) -> Transition:
+    """A resolved transition with the step of the last load of weights since the findings that made the alert fire."""
+    if change.phase is not Phase.RESOLVED:
+        return change
+    between = [load for load in loads if change.since_step <= load < change.step]
+    return replace(change, loaded_at=between[-1]) if between else change
 
 
 def _apply_watermark(config: RuleConfig, memory: RuleMemory, block: Block, watermarks: Watermarks) -> Verdict:

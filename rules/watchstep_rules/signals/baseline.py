@@ -35,9 +35,10 @@ from watchstep.format.tensors import (
     WEIGHTS,
     TensorInfo,
 )
+from watchstep_rules.signals.loss_series import is_better_high
 
-MIN_RUNS = 3
-"""Fewest runs of a baseline. The range of two runs says little about a third one."""
+MIN_RUNS = 5
+"""Fewest runs of a baseline. With three, one healthy run in ten left the range."""
 
 MAX_RUNS = 10
 """Most runs of a baseline; the newest are taken, so that a baseline follows slow changes of a program."""
@@ -87,9 +88,15 @@ class BaselineTensor(_Model):
 
 
 class BaselineRun(_Model):
-    """The summary of a run, by tensor."""
+    """The summary of a run.
+
+    Attributes:
+        tensors: the tensors, by name.
+        architecture: as by `architecture_of`.
+    """
 
     tensors: dict[str, BaselineTensor] = Field({}, max_length=MAX_TENSORS)
+    architecture: str = ""
 
 
 class TensorBaseline(_Model):
@@ -136,12 +143,18 @@ def statistic_of(info: TensorInfo) -> Statistic | None:
     return next((statistic for name, statistic in BASELINE_COLLECTIONS if name in info.collections), None)
 
 
+def architecture_of(infos: Sequence[TensorInfo]) -> str:
+    """A hash of the names and shapes of a model's parameters."""
+    parameters = {info.name: info.shape for info in infos if {WEIGHTS, BIASES} & set(info.collections)}
+    return hashlib.sha256(repr(sorted(parameters.items())).encode()).hexdigest()
+
+
 def merge_summaries(summaries: Mapping[str, BaselineRun]) -> Baseline | None:
     """The ranges of healthy runs, widened by a margin; None for fewer than `MIN_RUNS` runs.
 
     For positive statistics the margin is a factor: two, or the ratio of the highest to the lowest value if that is larger. For others it
     is half of the largest magnitude, or the difference between the highest and the lowest value if that is larger. Both are our choice:
-    with three earlier runs, the new run is the fourth of a family, and the maximum of four differs from the maximum of three by less
+    with five earlier runs, the new run is the sixth of a family, and the maximum of six differs from the maximum of five by less
     than their range.
 
     Args:
@@ -191,11 +204,16 @@ class CatalogueRanges:
         spans: float64 of shape (tensors, phases + 1, 2): the lowest and the highest value that is not a deviation. NaN if the baseline
             has none, as in the last phase, which represents all steps beyond the baseline.
         of_mean: whether the range describes the mean instead of the rms, bool of shape (tensors,).
+        low_is_bad: whether a value below the range is a deviation, bool of shape (tensors,). Not of losses, nor of metrics for which
+            higher is not known to be better.
+        high_is_bad: the same for a value above the range. Not of metrics.
         scale: the largest magnitude of a tensor's ranges in any phase, float64 of shape (tensors,); 0 if there are none.
     """
 
     spans: Floats
     of_mean: NDArray[np.bool_]
+    low_is_bad: NDArray[np.bool_]
+    high_is_bad: NDArray[np.bool_]
     scale: Floats
 
 
@@ -215,4 +233,7 @@ def ranges_of(baseline: Baseline, catalogue: Sequence[TensorInfo]) -> CatalogueR
             if span is not None:
                 spans[place, phase] = span
     scale = np.nan_to_num(np.abs(spans), nan=0.0).max(axis=(1, 2), initial=0.0)
-    return CatalogueRanges(spans, of_mean, scale)
+    is_metric = np.array([METRICS in info.collections for info in catalogue], np.bool_)
+    is_loss = np.array([LOSSES in info.collections for info in catalogue], np.bool_)
+    rises = np.array([is_better_high(info) for info in catalogue], np.bool_)
+    return CatalogueRanges(spans, of_mean, ~is_loss & (~is_metric | rises), ~is_metric | is_loss, scale)

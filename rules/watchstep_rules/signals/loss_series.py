@@ -352,7 +352,7 @@ def better_high(block: Block, *, validation: bool = False) -> list[tuple[str, li
     Returns:
         ``name/mode``, steps and values of each metric, at each step from the lowest worker that has it.
     """
-    chosen = np.flatnonzero(rows_where(block, _is_better_high) & (block.statistics.finite > 0))
+    chosen = np.flatnonzero(rows_where(block, is_better_high) & (block.statistics.finite > 0))
     if validation:
         evaluated = [kind_of(block.info(row).name, block.mode_name(row)) == "eval" for row in chosen.tolist()]
         chosen = chosen[np.array(evaluated, np.bool_)]
@@ -376,7 +376,8 @@ def _validation(context: Block, block: Block) -> list[tuple[str, list[int], list
     ]
 
 
-def _is_better_high(info: TensorInfo) -> bool:
+def is_better_high(info: TensorInfo) -> bool:
+    """Return whether a tensor is a metric for which higher is better, by the words of its name."""
     words = info.name.lower().replace("/", "_").replace(".", "_").replace("-", "_").split("_")
     return info.role == "metric" and any(word.startswith(_RISES_WHEN_BETTER) for word in words)
 

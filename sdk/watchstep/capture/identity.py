@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import secrets
 import socket
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.document.document import changes_of
+from watchstep.capture.provenance import provenance
 from watchstep.errors import ConfigError
 from watchstep.format import documents
 from watchstep.format.layout import WriterId, check_name
@@ -174,11 +173,6 @@ def run_document(
             "overhead_budget": config.overhead_budget,
             "gradients": config.gradients,
         },
-        environment={
-            "python": platform.python_version(),
-            "host": socket.gethostname(),
-            "program": Path(sys.argv[0]).name if sys.argv else "",
-        },
     )
 
 
@@ -192,6 +186,7 @@ def attempt_document(identity: Identity, on_stop: OnStop, config: CaptureConfig)
         host=socket.gethostname(),
         config=_bounded(changes_of(config)),
         seeds=recorded_seeds(),
+        environment=provenance(),
     )
 
 

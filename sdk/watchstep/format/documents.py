@@ -108,7 +108,6 @@ class RunDocument:
         created_ns: Creation in nanoseconds since the epoch.
         rules: Rule configs, as data, that the recorder requests. They cannot permit ``stop``.
         config: The capture configuration, as data.
-        environment: Versions and host, for users.
         schema: Schema of everything below the run's prefix.
     """
 
@@ -117,7 +116,6 @@ class RunDocument:
     created_ns: int
     rules: tuple[dict[str, Any], ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
     schema: int = SCHEMA_VERSION
 
 
@@ -134,6 +132,8 @@ class AttemptDocument:
         config: The capture document: what differs from the built-in configuration.
         seeds: The data of the last `watchstep.SeedReport` of its first worker before it began to record; empty without one. The health in an
             `EndDocument` has the last one of each worker.
+        environment: The provenance of the worker that wrote it, without secrets: ``program`` (name of its file), ``program digest``, ``command``,
+            ``folder``, ``commit``, ``uncommitted changes``, ``python``, ``host``, ``platform``, ``devices``, ``package NAME``, ``variable NAME``.
     """
 
     attempt: str
@@ -143,6 +143,7 @@ class AttemptDocument:
     host: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     seeds: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from watchstep.capture.steps.metric_names import NONFINITE_APPLIED
+from watchstep.capture.steps.metric_names import LOADED, NONFINITE_APPLIED
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
 from watchstep.errors import ConfigError
@@ -203,6 +203,7 @@ class Watch:
             self._handles.append(
                 self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True)
             )
+        self._handles.append(self.model.register_load_state_dict_post_hook(ModuleHook(self._weights_loaded)))
         self._activations = ActivationHooks(
             self._session, names, kernel, self._passes, self._handles, self._part_called
         )
@@ -351,6 +352,13 @@ class Watch:
         self._parameters.after_update(optimizer, updated, self._recorder.step)
         self._stale.after_step(optimizer, updated.parameters)
         self._finish(optimizer)
+
+    @observes("loaded weights")
+    def _weights_loaded(self, *_arguments: Any) -> None:
+        """Record that weights were loaded between two steps, and measure the next steps, so that alerts about the old weights resolve."""
+        if self._steps:
+            self._recorder.scalar(LOADED, 1.0)
+            self._schedule.onset(self._recorder.step + 1, 1.0)
 
     @observes("gradient scaler")
     def scaled(self, optimizer: Optimizer, scale: Tensor) -> None:

@@ -41,7 +41,7 @@ from watchstep.reading.grid import Grid, GridRequest, read_grid, read_heatmap
 from watchstep.reading.index import RunIndex
 from watchstep.reading.outcome import RunOutcome, read_outcome
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce, losses_of
-from watchstep.reading.run_documents import END, read_documents, read_state
+from watchstep.reading.run_documents import ATTEMPT, END, read_documents, read_state
 from watchstep.reading.samples import read_samples
 from watchstep.reading.saved.saved_objects import SavedObjects
 from watchstep.reading.sql import query
@@ -676,6 +676,16 @@ class Run:
         result = read_documents(self._store, END)
         self._damaged_ends = result.damaged
         return result.documents
+
+    def environment(self) -> dict[str, str]:
+        """Return the provenance of the newest attempt, by the names in `watchstep.format.documents.AttemptDocument`; empty without one.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        attempts = read_documents(self._store, ATTEMPT).documents
+        newest = max(attempts, key=lambda read: (read.started_ns, read.attempt), default=None)
+        return {} if newest is None else newest.environment
 
     def state(self) -> str:
         """Return the run's current state; see `watchstep.reading.run_documents.StoredState`."""

@@ -69,7 +69,7 @@ class DocumentKind(Generic[Document]):
 ATTEMPT = DocumentKind(
     documents.AttemptDocument, ATTEMPTS, 65536, 8 * _MIB, lambda read: attempt_document(read.attempt)
 )
-"""A document has 200 bytes: up to 11,000 attempts are read."""
+"""A document has some 3 kB: up to 2,000 attempts are read."""
 
 LAUNCH = DocumentKind(
     documents.LaunchDocument, LAUNCHES, 65536, 8 * _MIB, lambda read: launch_document(read.attempt)

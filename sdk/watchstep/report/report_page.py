@@ -111,7 +111,7 @@ def _section(title: str, body: str) -> str:
 def _header(report: RunReport) -> str:
     run, outcome = report.run, report.outcome
     ended = max((end.ended_ns for end in report.ends), default=0)
-    environment = run.document.environment
+    environment = run.environment()
     facts = [
         ("project", run.document.project),
         ("created", _time(run.document.created_ns)),
@@ -120,7 +120,7 @@ def _header(report: RunReport) -> str:
         ("steps", "none" if report.span is None else f"{report.span[0]} to {report.span[1]}"),
         ("workers", str(len(run.workers))),
         ("attempts", str(len(run.attempts))),
-        ("program", environment.get("program", "")),
+        ("command", environment.get("command", "")),
         ("host", environment.get("host", "")),
         ("location", run.location),
     ]
@@ -208,7 +208,7 @@ def _tensors(tensors: Sequence[ExplainedTensor], charts: _Charts) -> str:
 def _configuration(report: RunReport) -> str:
     document = report.run.document
     blocks = [
-        ("Environment", document.environment),
+        ("Environment", report.run.environment()),
         ("Capture configuration", document.config),
         ("Requested rules", list(document.rules)),
     ]

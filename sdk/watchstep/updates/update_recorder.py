@@ -233,6 +233,8 @@ class UpdateRecorder:
     def _apply_policy(self, update: Update, *, is_nonfinite: bool) -> None:
         """Count an update that was left out, and stop if the policy requests it. Those that the framework leaves out itself are its own."""
         if not is_nonfinite or update.is_skipped:
+            if self._in_a_row and self._policy.action == "skip" and self._records_metrics:
+                self._recorder.scalar(WITHHELD, 0.0)
             self._in_a_row = 0
             return
         self._in_a_row += 1

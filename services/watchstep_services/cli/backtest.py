@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from watchstep.errors import ConfigError, ServiceError, WatchstepError
+from watchstep.reading.run import open_run
 from watchstep_rules.backtest.backtest import (
     AttemptOutcome,
     BacktestOutcome,
@@ -41,6 +43,7 @@ from watchstep_rules.engine.incident import RunName, event_message
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule_files import rule_file
 from watchstep_services.cli.connection import DEFAULT_STORE, StoreOption, call, service_of
+from watchstep_services.cli.runs.alerts import fired_alerts
 from watchstep_services.cli.runs.recorded import locations
 from watchstep_services.core.console import console, echo_json, figure, table
 
@@ -94,6 +97,7 @@ def backtest(
         found_runs, failed = _resolve(runs, store)
         with _progress(len(found_runs)) as advance:
             results = [*failed, *advance(backtest_many(found_runs, Task(configs, tuple(varied)), jobs))]
+        results = [_with_answers(result) for result in results]
     results.sort(key=location_of)
     tested = [result for result in results if isinstance(result, Replayed)]
     # If standard output is the JSON, the text goes to standard error.
@@ -109,6 +113,16 @@ def backtest(
         _write(json_file, json.dumps(report(results, varied), indent=1))
     if in_error(results):
         raise typer.Exit(FAILED)
+
+
+def _with_answers(result: Replayed | Failed) -> Replayed | Failed:
+    """Add the answers to whether the run's alerts were right, if a service on this machine watches the run."""
+    if isinstance(result, Failed):
+        return result
+    fired = fired_alerts(open_run(result.outcome.location), "") or ()
+    return replace(
+        result, was_right={alert["name"]: alert["was_right"] for alert in fired if alert["was_right"]}
+    )
 
 
 def _resolve(runs: Sequence[str], store: str) -> tuple[list[str], list[Failed]]:
@@ -229,19 +243,27 @@ def _indented(out: Console, text: str) -> None:
 
 def show_rules(out: Console, tested: Sequence[Replayed]) -> None:
     """Print in how many runs each rule config fired, without those that did not fire."""
-    shown = table("RULE", ">RUNS", ">OF", ">FIRST STEP", "FIRST IN")
+    shown = table("RULE", ">RUNS", ">OF", ">RIGHT", ">FIRST STEP", "FIRST IN")
     fired: dict[str, list[tuple[int, str]]] = {}
+    answers: dict[str, list[str]] = {}
     for result in tested:
         for name, step in _first_steps(result.outcome).items():
             fired.setdefault(name, []).append((step, f"{result.outcome.project}/{result.outcome.run}"))
+            answers.setdefault(name, []).append(result.was_right.get(name, ""))
     for name, firsts in sorted(fired.items(), key=lambda item: (-len(item[1]), item[0])):
         step, run = min(firsts)
-        shown.add_row(name, str(len(firsts)), str(len(tested)), str(step), run)
+        shown.add_row(name, str(len(firsts)), str(len(tested)), _precision(answers[name]), str(step), run)
     if shown.row_count:
         out.print(shown)
     else:
         out.print(f"No rule fired in {len(tested)} runs.")
     out.print()
+
+
+def _precision(answers: Sequence[str]) -> str:
+    """Return how many of the alerts with an answer were right: yes, of yes and no."""
+    right, wrong = answers.count("yes"), answers.count("no")
+    return f"{right} of {right + wrong}" if right + wrong else "-"
 
 
 def _first_steps(outcome: BacktestOutcome) -> dict[str, int]:
@@ -281,10 +303,15 @@ def show_sweep(out: Console, varied: Sequence[Variation], tested: Sequence[Repla
     names = [
         f"{setting.config}.{setting.parameter}" if several else setting.parameter for setting in settings
     ]
-    shown = table(*(f">{name}" for name in names), ">RUNS", ">OF", ">FIRST STEP", "FIRST IN", "")
+    shown = table(*(f">{name}" for name in names), ">RUNS", ">OF", ">RIGHT", ">FIRST STEP", "FIRST IN", "")
     for index, variation in enumerate(varied):
         fired = [
             (transition, result.outcome)
+            for result in tested
+            if (transition := result.fired[index]) is not None
+        ]
+        answers = [
+            result.was_right.get(transition.config, "")
             for result in tested
             if (transition := result.fired[index]) is not None
         ]
@@ -294,7 +321,7 @@ def show_sweep(out: Console, varied: Sequence[Variation], tested: Sequence[Repla
             step, run = str(first.step), f"{outcome.project}/{outcome.run}"
         cells = [_value(setting.value) for setting in variation.settings]
         mark = "<- current" if variation.current else ""
-        shown.add_row(*cells, str(len(fired)), str(len(tested)), step, run, mark)
+        shown.add_row(*cells, str(len(fired)), str(len(tested)), _precision(answers), step, run, mark)
     out.print(Padding(shown, _INDENT))
 
 

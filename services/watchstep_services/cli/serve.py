@@ -100,7 +100,9 @@ def serve(
         echo(f"watchstep: {service.url} (API at {service.url}/docs; press Ctrl-C to end)")
         if sys.stdout.isatty():  # no log contains the token
             echo(f"watchstep: open {service.page_link}")
-            echo("watchstep: the link logs in as an administrator for 12 hours; do not share it")
+            echo(
+                "watchstep: the link logs in as an administrator for 12 hours, also after a restart; do not share it"
+            )
         while not service.wait(_PRINT_SECONDS):
             _print_new_lines(output)
         _print_new_lines(output)

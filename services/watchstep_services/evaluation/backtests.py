@@ -7,10 +7,11 @@ expired lease; results that were recorded before remain.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.layout import check_name
@@ -30,7 +31,7 @@ from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.lease import BACKTEST_LEASE
-from watchstep_services.db.models import Backtest, BacktestResult, RunRow
+from watchstep_services.db.models import AlertInstanceRow, Backtest, BacktestResult, RunRow
 from watchstep_services.service.context import Service
 
 MOST_RUNS = 1000
@@ -179,9 +180,28 @@ def read_progress(service: Service, project: str, number: int) -> BacktestProgre
         documents = session.execute(
             select(BacktestResult.result).filter_by(backtest_id=number).order_by(BacktestResult.place)
         ).scalars()
-        results = tuple(result_from_data(document) for document in documents)
+        answers = _answers(session, project, row.runs)
+        results = tuple(
+            replace(result, was_right=answers.get(result.outcome.run, {}))
+            if isinstance(result, Replayed)
+            else result
+            for result in map(result_from_data, documents)
+        )
     state = row.state if row.next == 0 or row.state == "done" else "running"
     return BacktestProgress(number, state, tuple(row.runs), results, _task(row).variations)
+
+
+def _answers(session: Session, project: str, runs: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The answers of people to whether alerts were right, by run and rule config."""
+    answered = (
+        select(RunRow.run, AlertInstanceRow.name, AlertInstanceRow.was_right)
+        .join(RunRow, RunRow.id == AlertInstanceRow.run_id)
+        .where(RunRow.project == project, RunRow.run.in_(runs), AlertInstanceRow.was_right != "")
+    )
+    answers: dict[str, dict[str, str]] = {}
+    for run, name, answer in session.execute(answered):
+        answers.setdefault(run, {})[name] = answer
+    return answers
 
 
 def _claim(service: Service, number: int) -> tuple[Backtest, StorePlace | None] | None:

@@ -1,7 +1,7 @@
 """Baselines of a project's programs: summaries of healthy runs, and the baseline that is pinned to a new attempt.
 
-After a run has ended, its upkeep stores a summary of it if it is healthy. Before the first rows of an attempt are evaluated, the
-newest summaries of the same program become the attempt's baseline. It is created as an object on the store, then recorded in the
+After a run has completed, its upkeep stores a summary of it. Before the first rows of an attempt are evaluated, the newest summaries
+of healthy runs of the same program become the attempt's baseline. It is created as an object on the store, then recorded in the
 database, and never changes, so rows are evaluated alike however they arrive, and a backtest gives the live results.
 """
 
@@ -10,53 +10,60 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
+import shlex
+from collections.abc import Sequence
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from watchstep.errors import FormatError, NotFoundError, StoreError
-from watchstep.format import documents
-from watchstep.format.documents import RunDocument
-from watchstep.format.layout import RUN_DOCUMENT, baseline_document
-from watchstep.format.tensors import BIASES, WEIGHTS, TensorInfo
+from watchstep.capture.provenance import CUT
+from watchstep.errors import FormatError, StoreError
+from watchstep.format.documents import AttemptDocument
+from watchstep.format.layout import baseline_document
+from watchstep.format.tensors import TensorInfo
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 from watchstep_rules.baseline import read_baseline, summarize_run
-from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRuns
-from watchstep_rules.signals.baseline import MAX_RUNS, MIN_RUNS, BaselineRun, merge_summaries
+from watchstep_rules.signals.baseline import MAX_RUNS, MIN_RUNS, BaselineRun, architecture_of, merge_summaries
 from watchstep_services.db.engine import Database, insert_missing
-from watchstep_services.db.models import AlertRow, Attempt, PinnedBaseline, RunRow, RunSummaryRow
+from watchstep_services.db.models import (
+    AlertInstanceRow,
+    AlertRow,
+    Attempt,
+    PinnedBaseline,
+    RunRow,
+    RunSummaryRow,
+)
+from watchstep_services.runs import attempts
 from watchstep_services.service.context import Service
 
 _log = logging.getLogger(__name__)
 
-_UNHEALTHY = ("warning", "critical")
 _CANDIDATES = 5 * MAX_RUNS
 """Newest summaries of a program that are considered; a program may alternate between models."""
 
 
 def summarize(service: Service, run_id: int, run_store: Store) -> None:
-    """Store the summary of an ended run if it is healthy, and delete an earlier summary of it.
-
-    A run is healthy if it completed and no alert of severity warning or critical fired. Alerts of `unlike_earlier_runs` do not
-    count, because otherwise a program that was changed on purpose could never get a new baseline.
+    """Store the summary of an ended run if it completed and its program is known; delete an earlier summary of it.
 
     Raises:
         StoreError: the store cannot be read.
     """
     with service.database.read() as session:
         run = session.get_one(RunRow, run_id)
-        healthy = run.state == "completed" and not _has_fired(session, run_id)
-    document = _run_document(run_store) if healthy else None
-    summary = summarize_run(open_run(run_store)) if document is not None else None
+        attempt = run.attempt if run.state == "completed" else ""
+    document = attempts.read_document(run_store, attempt) if attempt else None
+    program = "" if document is None else program_of(document)
+    summary = summarize_run(open_run(run_store)) if program else None
     with service.database.write() as session:
         session.execute(delete(RunSummaryRow).where(RunSummaryRow.run_id == run_id))
-        if document is not None and summary is not None and summary.tensors:
+        if summary is not None and summary.tensors:
             session.add(
                 RunSummaryRow(
                     run_id=run_id,
                     project=run.project,
-                    program=program_of(document),
+                    program=program,
                     ended_ns=run.ended_ns or 0,
                     summary=summary.model_dump_json(),
                 )
@@ -75,7 +82,7 @@ def pin_baseline(
         run_store: seen from the run.
         attempt: the attempt.
         project: of the run.
-        catalogue: tensors of the first rows. Runs with other parameter shapes do not count.
+        catalogue: tensors of the first rows. Runs with other parameters do not count.
     """
     try:
         _pin(service, run_store, attempt, project, catalogue)
@@ -94,10 +101,11 @@ def _pin(
         )
         if session.execute(enough).scalar_one() < MIN_RUNS:
             return
-    document = _run_document(run_store)
-    if document is None:
+    document = attempts.read_document(run_store, attempt.attempt)
+    program = "" if document is None else program_of(document)
+    if not program:
         return
-    baseline = merge_summaries(_summaries(service.database, project, document, attempt.run_id, catalogue))
+    baseline = merge_summaries(_summaries(service.database, project, program, attempt.run_id, catalogue))
     if baseline is None:
         return
     text = baseline.model_dump_json()
@@ -120,53 +128,69 @@ def pinned_baseline(session: Session, run_id: int, attempt: str) -> str | None:
     ).scalar_one_or_none()
 
 
-def program_of(document: RunDocument) -> str:
-    """A hash of the program and its capture configuration; equal for runs of one program file with one configuration."""
-    identity = [document.environment.get("program", ""), document.config]
+_SEED = re.compile(r"(?i)(?:^|[-_.+])(?:seeds?|random[-_]state|rng)$")
+"""Names of arguments for seeds, as ``--seed``, ``--data-seed`` and ``trainer.seed``."""
+
+
+def program_of(document: AttemptDocument) -> str:
+    """A hash of the program of an attempt; empty if its file or its arguments are not known.
+
+    Equal for attempts with the same content of the program's file, arguments except seeds, capture configuration and number of workers.
+    """
+    digest, command = (document.environment.get(name, "") for name in ("program digest", "command"))
+    if not digest or not command or command.endswith(CUT):
+        return ""
+    try:
+        arguments = _without_seeds(shlex.split(command)[1:])
+    except ValueError:
+        return ""
+    identity = [digest, arguments, document.config, document.world_size]
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def _without_seeds(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with the values of seeds left out: ``--seed 3``, ``--seed=3`` and ``trainer.seed=3``."""
+    kept: list[str] = []
+    follows_seed = False
+    for argument in arguments:
+        name, assigned, _ = argument.partition("=")
+        is_seed = bool(_SEED.search(name))
+        if not follows_seed or argument.startswith("--"):
+            kept.append(name if is_seed and assigned else argument)
+        follows_seed = is_seed and not assigned and argument.startswith("-")
+    return kept
+
+
 def _summaries(
-    database: Database, project: str, document: RunDocument, run_id: int, catalogue: tuple[TensorInfo, ...]
+    database: Database, project: str, program: str, run_id: int, catalogue: tuple[TensorInfo, ...]
 ) -> dict[str, BaselineRun]:
-    """Summaries by run, newest first, of runs of the program with parameters of the same shapes."""
+    """Summaries by run, newest first, of completed runs of the program without an alert and with the same parameters."""
+    fired = (
+        select(AlertRow.id)
+        .outerjoin(
+            AlertInstanceRow,
+            (AlertInstanceRow.run_id == AlertRow.run_id)
+            & (AlertInstanceRow.fingerprint == AlertRow.fingerprint),
+        )
+        .where(
+            AlertRow.run_id == RunSummaryRow.run_id,
+            AlertRow.fired_ns.is_not(None),
+            func.coalesce(AlertInstanceRow.was_right, "") != "no",
+        )
+    )
     with database.read() as session:
         rows = session.execute(
             select(RunRow.run, RunSummaryRow.summary)
             .join(RunRow, RunRow.id == RunSummaryRow.run_id)
             .where(
                 RunSummaryRow.project == project,
-                RunSummaryRow.program == program_of(document),
+                RunSummaryRow.program == program,
                 RunSummaryRow.run_id != run_id,
+                ~fired.exists(),
             )
             .order_by(RunSummaryRow.ended_ns.desc(), RunSummaryRow.run_id.desc())
             .limit(_CANDIDATES)
         ).all()
-    shapes = {info.name: info.shape for info in catalogue if {WEIGHTS, BIASES} & set(info.collections)}
+    architecture = architecture_of(catalogue)
     summaries = {name: BaselineRun.model_validate_json(text) for name, text in rows}
-    return {name: summary for name, summary in summaries.items() if _has_shapes(summary, shapes)}
-
-
-def _has_shapes(summary: BaselineRun, shapes: dict[str, tuple[int, ...]]) -> bool:
-    return all(
-        name not in summary.tensors or summary.tensors[name].shape == shape for name, shape in shapes.items()
-    )
-
-
-def _has_fired(session: Session, run_id: int) -> bool:
-    fired = select(AlertRow.id).where(
-        AlertRow.run_id == run_id,
-        AlertRow.fired_ns.is_not(None),
-        AlertRow.severity.in_(_UNHEALTHY),
-        AlertRow.rule != UnlikeEarlierRuns.name,
-    )
-    return session.execute(fired.limit(1)).scalar_one_or_none() is not None
-
-
-def _run_document(run_store: Store) -> RunDocument | None:
-    """The run's document; None if it is absent or damaged."""
-    try:
-        data = run_store.get(RUN_DOCUMENT, limit=documents.MAX_BYTES)
-        return documents.decode(RunDocument, data, RUN_DOCUMENT)
-    except (NotFoundError, FormatError):
-        return None
+    return {name: summary for name, summary in summaries.items() if summary.architecture == architecture}

@@ -205,7 +205,9 @@ def _list(run_documents: _Documents, stored: _Known) -> _Listed:
                 AttemptDocument, entry, lambda document: layout.attempt_document(document.attempt)
             )
             if document is not None:
-                listing.attempts.append(replace(document, host=""))  # not stored, and may be long
+                listing.attempts.append(
+                    replace(document, host="", environment={})
+                )  # not stored, and may be long
     _list_ends(run_documents, stored, listing)
     for entry in run_documents.store.entries(layout.SEGMENTS):
         try:

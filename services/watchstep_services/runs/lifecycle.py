@@ -125,20 +125,38 @@ def advance_run(service: Service, run_id: int) -> RunState:
         run = session.get_one(RunRow, run_id, with_for_update=True)
         gone_for = 0
         if bound_row is not None and polled_attempt == run.attempt and status is not None:
-            job = session.get_one(BoundJobRow, bound_row.id)
-            job.state, job.exit_code = status.state, status.exit_code
-            if status.is_over and job.gone_ns is None:
-                job.gone_ns = now
-                run.listed_ns = run.poll_ns = (
-                    0  # its last segments may not have been announced, so the store is listed at once
-                )
-            gone_for = now - (job.gone_ns or now)
+            gone_for = _record_status(session, run, bound_row.id, status, now)
         _end_replaced(service, session, run, now)
         state = _state_of(service, session, run, status, gone_for, now)
         _change(service, run, state, now, session)
         failpoint("lifecycle.writing", run_id)
     failpoint("lifecycle.written", run_id)
     return state
+
+
+def record_job(service: Service, run_id: int) -> None:
+    """Record the state of the job of a run that has ended. The program may run on after its recorder has closed."""
+    with service.database.read() as session:
+        run = session.get_one(RunRow, run_id)
+        bound = bound_job(session, run_id, run.attempt)
+    if bound is None:
+        return
+    status = _job_status(service, run.project, bound)
+    with service.database.write() as session:
+        run = session.get_one(RunRow, run_id, with_for_update=True)
+        _record_status(session, run, bound.row.id, status, read_clock(session))
+
+
+def _record_status(session: Session, run: RunRow, job_id: int, status: JobStatus, now: int) -> int:
+    """Record the status of a run's job. Returns how long the job has been gone, in nanoseconds."""
+    job = session.get_one(BoundJobRow, job_id)
+    job.state, job.exit_code = status.state, status.exit_code
+    if status.is_over and job.gone_ns is None:
+        job.gone_ns = now
+        run.listed_ns = run.poll_ns = (
+            0  # its last segments may not have been announced, so the store is listed at once
+        )
+    return now - (job.gone_ns or now)
 
 
 def start_run(service: Service, session: Session, run_id: int, now: int) -> None:

@@ -25,7 +25,7 @@ from watchstep_services.db.engine import is_of_all
 from watchstep_services.db.lease import POLL_LEASE, unlocked
 from watchstep_services.db.models import BoundJobRow, RunRow
 from watchstep_services.runs.discovery import discover
-from watchstep_services.runs.lifecycle import ENDED, advance_run
+from watchstep_services.runs.lifecycle import ENDED, advance_run, record_job
 from watchstep_services.service.context import Service
 
 MOST_POLLS = 50
@@ -114,6 +114,8 @@ def _poll(service: Service, poll: RunPoll) -> None:
             listed, fresh = True, discover(service, run.id).fresh
         if run.state not in ENDED:
             advance_run(service, run.id)
+        elif poll.has_job:
+            record_job(service, run.id)
         if listed and _HEALTH in run.health:
             record_store_health(service, run.id, None)
     except WatchstepError as error:
@@ -182,6 +184,8 @@ def _next_poll_ns(service: Service, row: RunRow, poll: RunPoll, poll_interval_ns
         silent = nanoseconds(service.settings.silent_seconds)
         # The interval grows with the time since the end, and varies so that runs that ended together are not listed together.
         since = (poll.now_ns - (row.ended_ns or poll.now_ns)) // _ENDED_SHARE
+        if poll.has_job:
+            silent = min(silent, _JOB_POLL_NS)  # the program may run on after its recorder has closed
         return int(min(max(silent, since), max(silent, _LONGEST_ENDED_NS)) * (0.75 + (row.id % 64) / 128))
     return poll_interval_ns
 

@@ -64,7 +64,7 @@ def expire_leases(database: Database) -> None:
 
 
 PAGE_SECONDS = 12 * 3600.0
-"""Lifetime of the token in `EmbeddedService.page_link`: a working day. A restart makes a new link."""
+"""Lifetime of the token in `EmbeddedService.page_link`: a working day, also if the service restarts meanwhile."""
 
 _UPKEEP_AT_ONCE = 100
 _START_SECONDS = 30.0
@@ -94,7 +94,7 @@ class EmbeddedService:
         url: URL of the API.
         operator_token: operator token, which is valid while the service runs.
         recorder_token: recorder token for the watched programs, which is valid while the service runs.
-        page_link: address of the web page with an admin token, which is valid for `PAGE_SECONDS` while the service runs.
+        page_link: address of the web page with an admin token, which is valid for `PAGE_SECONDS`.
         service: the service object, for code in the same process.
     """
 
@@ -208,7 +208,12 @@ class EmbeddedService:
         operator = create_token(database, "operator", name=name, created_by=_CREATOR)
         recorder = create_token(database, "recorder", name=name, created_by=_CREATOR)
         # Whoever runs the service owns its database: the link may do everything.
-        page = create_token(database, "admin", name=name, created_by=_CREATOR, lifetime_seconds=PAGE_SECONDS)
+        # The link is valid for its time, also after a restart, so its token is deleted only once it has expired.
+        of_page = f"page of {name}"
+        forget_named(database, of_page, _CREATOR, only_expired=True)
+        page = create_token(
+            database, "admin", name=of_page, created_by=_CREATOR, lifetime_seconds=PAGE_SECONDS
+        )
         return operator, recorder, page
 
     def _lock(self, home: Path) -> None:

@@ -21,13 +21,18 @@ from watchstep.store.store import Store
 from watchstep_rules.backtest import replay
 from watchstep_rules.backtest.backtest import (
     JudgingOrder,
+    Replayed,
     ReplayOutcome,
+    Task,
     backtest,
+    backtest_many,
     backtest_run,
     backtest_sets,
+    location_of,
 )
 from watchstep_rules.backtest.sweep import parse_sweep, variations
 from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
+from watchstep_rules.engine.judge import RuleHealth
 
 # Backtests
 
@@ -307,3 +312,32 @@ def test_a_grid_is_bounded_and_sweeps_each_parameter_once() -> None:
         variations(SWEEP_CONFIGS, [sweep, parse_sweep("explosion.growth=2,3,4", SWEEP_CONFIGS)])
     with pytest.raises(RuleError, match="swept more than once"):
         variations(SWEEP_CONFIGS, [sweep, sweep])
+
+
+@pytest.mark.ci
+def test_sweeps_of_sql_and_python_rules_in_parallel_equal_those_in_one_process(tmp_path: Path) -> None:
+    query = "SELECT tensor, abs_mean AS value FROM statistics WHERE abs_mean > 0.5"
+    configs = (
+        RuleConfig(rule="sql", name="query", params={"query": query, "window": 3}),
+        RuleConfig(rule="python", name="loud", params={"source": LOUD, "class": "Loud"}),
+    )
+    locations = []
+    for run in ("one", "two", "three"):
+        store = Store.open(tmp_path / run, create=True)
+        store.create(layout.RUN_DOCUMENT, documents.encode(RunDocument("vision", run, 1)))
+        recorded(store, len(run))
+        locations.append(store.location)
+    sweeps = [parse_sweep("query.window=2,4,6", configs), parse_sweep("loud.threshold=0.5,1", configs)]
+    task = Task(configs, tuple(variations(configs, sweeps)))
+    alone, parallel = (
+        sorted(backtest_many(locations, task, jobs), key=location_of) for jobs in (1, len(locations))
+    )
+    assert parallel == alone
+    outcomes = [
+        rule
+        for result in alone
+        if isinstance(result, Replayed)
+        for rule in result.outcome.attempts[0].outcomes
+    ]
+    assert [rule.health for rule in outcomes] == [RuleHealth.OK] * len(configs) * len(locations)
+    assert all(rule.findings for rule in outcomes)

@@ -19,7 +19,10 @@ from tests.sdk.training import batches, small_model
 from watchstep import Hook
 from watchstep.format.block import Block
 from watchstep.format.tensors import Placement, TensorInfo
-from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
+from watchstep_rules.engine.alert import Phase
+from watchstep_rules.engine.incident import explain
 from watchstep_rules.rule import Finding
 
 # exploding_gradient
@@ -142,6 +145,29 @@ def test_an_explosion_between_two_looks_is_reported_though_the_loss_settles() ->
     steady = [*norms("a", [1.0, 2.0]), *norms("a", [0.01] * 6, first=4)]
     assert exploding(with_losses(losses, steady, updates("a", [0.8, 3.0]))) == []
     assert exploding(with_losses([2.3] * 10, gradients, updates("a", [0.8, 3.0]))) == []
+
+
+LOADED = tensor("weights:loaded", "metrics", role="metric", shape=())
+
+
+def test_an_explosion_has_no_aftermath_once_the_program_has_loaded_weights() -> None:
+    gradients = [*norms("a", [1.0, 20.0]), *norms("a", [0.01] * 6, first=4)]
+    layers = (gradients, updates("a", [0.8, 3.0]))
+    losses = [2.3, 4.0, 1e5, *[2.3] * 7]
+    assert exploding(with_losses(losses, *layers)) == [4, 5, 6]
+    assert exploding(with_losses(losses, *layers, [Row(3, LOADED, [1.0])])) == []
+
+
+def test_an_alert_that_resolves_after_weights_were_loaded_says_so() -> None:
+    config = RuleConfig(rule="exploding_gradient", hold=MinimumDuration(steps=2))
+    layers = norms("a", [1.0, 1e5, 1e5, 1.0, 1.0, 1.0])
+    losses = [2.3, 1e6, 1e6, 2.3, 2.3, 2.3]
+    resolved = all_at_once(config, with_losses(losses, layers, [Row(2, LOADED, [1.0])])).transitions[-1]
+    assert (resolved.phase, resolved.step, resolved.loaded_at) == (Phase.RESOLVED, 4, 2)
+    assert explain(config, resolved).title == (
+        "exploding_gradient (warning) resolved at step 4: the program loaded weights after step 2"
+    )
+    assert all_at_once(config, with_losses(losses, layers)).transitions[-1].loaded_at is None
 
 
 def test_an_explosion_lasts_until_the_loss_returns() -> None:
@@ -558,3 +584,20 @@ def test_the_message_states_how_many_of_how_many() -> None:
 @pytest.mark.parametrize("rule", ["missing_zero_grad", "scaler_skips"])
 def test_other_metrics_are_ignored(rule: str) -> None:
     assert found_by(rule)(in_steps([Row(step, OTHER, [1.0]) for step in range(50)])) == []
+
+
+# skipped_updates
+
+
+def test_each_series_of_skipped_updates_is_an_alert() -> None:
+    metric = tensor("updates:skipped", "metrics", role="metric", shape=())
+    rows = [Row(step, metric, [value]) for step, value in ((2, 1.0), (3, 1.0), (4, 0.0), (9, 1.0), (10, 0.0))]
+    config = next(config for config in DEFAULT_RULES if config.rule == "skipped_updates")
+    outcome = all_at_once(config, block_of(rows))
+    assert [finding.step for finding in outcome.findings] == [2, 3, 9]
+    assert outcome.findings[0].message == (
+        "the gate policy skipped the update of step 2: its gradients are not finite"
+    )
+    fired = [(change.phase.value, change.step) for change in outcome.transitions if change.finding]
+    assert fired == [("firing", 2), ("resolved", 4), ("firing", 9), ("resolved", 10)]
+    assert config.severity == "info"

@@ -186,9 +186,13 @@ def test_a_value_outside_the_range_of_its_phase_is_found() -> None:
     assert unlike(loss_run(2.0, 2.0, 2.5), baseline=BASELINE) == [
         (2, "mean of loss is 2.5, above the range 0.5 to 2 of 3 earlier runs in this phase")
     ]
-    assert unlike(loss_run(0.9), baseline=BASELINE) == [
-        (0, "mean of loss is 0.9, below the range 1 to 3 of 3 earlier runs in this phase")
+    assert unlike(block_of([Row(0, GRADIENT, [0.01])]), baseline=BASELINE) == [
+        (0, f"rms of {GRADIENT.name} is 0.01, below the range 0.1 to 1 of 3 earlier runs in this phase")
     ]
+
+
+def test_a_lower_loss_is_no_deviation() -> None:
+    assert unlike(loss_run(0.9), baseline=BASELINE) == []
 
 
 def test_phases_without_a_range_and_steps_beyond_the_baseline_are_not_judged() -> None:

@@ -237,7 +237,13 @@ WAIT_BY_THEMSELVES = {
 }
 """They fire after several records, or when chance is ruled out."""
 ONCE = {"poor_initialization"}
-EXACT = {"replica_divergence", "scaler_skips", "missing_zero_grad", "optimizer_not_stepping"}
+EXACT = {
+    "skipped_updates",
+    "replica_divergence",
+    "scaler_skips",
+    "missing_zero_grad",
+    "optimizer_not_stepping",
+}
 """They compare bits, or count what the program reports."""
 
 

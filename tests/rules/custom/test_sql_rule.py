@@ -6,6 +6,7 @@ import resource
 import signal
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import Child
 from watchstep_rules.custom.sandbox.program import limited_rule_time
-from watchstep_rules.custom.sql.process import QuerySource, Question, select
+from watchstep_rules.custom.sql.process import QuerySource, Question, SqlProgram, select
 from watchstep_rules.custom.sql.query import QueryLimits
 from watchstep_rules.custom.sql.rule import QUERIES_CHECKED
 from watchstep_rules.engine.judge import RuleHealth
@@ -54,6 +55,21 @@ def refusal(query: str) -> str:
     (found,) = caught.value.errors()
     assert found["loc"] == ("params", "query")
     return str(found["msg"])
+
+
+CACHES = Path("/proc/sys/vm/drop_caches")
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not os.access(CACHES, os.W_OK), reason="only root may drop the kernel's caches")
+def test_a_child_outlives_the_kernels_cache_of_proc() -> None:
+    program = SqlProgram.for_query(64)
+    request = {"ask": "check", "query": LOUD}
+    with POOL.child(program) as child:
+        before = child.request(request, (), 60).document
+        for _ in range(5):  # as the kernel does once memory is scarce
+            CACHES.write_text("2")
+        assert child.request(request, (), 60).document == before
 
 
 def test_what_a_query_gives_are_findings_at_that_step() -> None:

@@ -63,35 +63,35 @@ def test_steps_beyond_the_last_phase_are_in_it() -> None:
     assert phase_of(np.array([2**62])).tolist() == [MAX_PHASES - 1]
 
 
-def test_two_runs_make_no_baseline() -> None:
-    assert merged(summary((1.0, 1.0)), summary((1.0, 1.0))) is None
+def test_four_runs_make_no_baseline() -> None:
+    assert merged(*[summary((1.0, 1.0))] * 4) is None
 
 
 def test_a_range_is_widened_by_a_factor_of_two_at_least() -> None:
-    assert phases(summary((1.0, 1.0)), summary((1.0, 1.0)), summary((1.0, 1.0))) == ((0.5, 2.0),)
+    assert phases(*[summary((1.0, 1.0))] * 5) == ((0.5, 2.0),)
 
 
 def test_a_range_is_widened_by_its_own_factor_where_that_is_more() -> None:
-    found = phases(summary((1.0, 2.0)), summary((2.0, 4.0)), summary((4.0, 8.0)))
+    found = phases(*[summary((2.0, 4.0))] * 3, summary((1.0, 2.0)), summary((4.0, 8.0)))
     assert found[0] == pytest.approx((1 / 8, 64.0))
 
 
 def test_a_range_across_zero_is_widened_by_its_length() -> None:
-    assert phases(summary((-1.0, 1.0)), summary((0.0, 1.0)), summary((0.0, 3.0))) == ((-5.0, 7.0),)
+    assert phases(*[summary((0.0, 1.0))] * 3, summary((-1.0, 1.0)), summary((0.0, 3.0))) == ((-5.0, 7.0),)
 
 
-def test_a_phase_that_fewer_than_three_runs_reached_has_no_range() -> None:
+def test_a_phase_that_fewer_than_five_runs_reached_has_no_range() -> None:
     long = summary((1.0, 1.0), (1.0, 1.0))
-    assert phases(long, long, summary((1.0, 1.0))) == ((0.5, 2.0), None)
+    assert phases(*[long] * 4, summary((1.0, 1.0))) == ((0.5, 2.0), None)
 
 
 def test_the_shape_of_the_newest_run_counts() -> None:
     new, old = summary((9.0, 9.0), shape=(2,)), summary((1.0, 1.0), shape=(3,))
-    baseline = merged(new, new, old, new)
+    baseline = merged(new, new, old, new, new, new)
     assert baseline is not None
     assert baseline.tensors["loss"].shape == (2,)
     assert baseline.tensors["loss"].phases == ((4.5, 18.0),)
-    baseline = merged(new, new, old)
+    baseline = merged(*[new] * 4, old)
     assert baseline is not None
     assert baseline.tensors == {}
 
@@ -106,7 +106,7 @@ def test_only_the_newest_runs_count() -> None:
 spans = st.lists(st.floats(-1e300, 1e300), min_size=2, max_size=2).map(lambda pair: (min(pair), max(pair)))
 
 
-@given(st.lists(spans, min_size=3, max_size=MAX_RUNS))
+@given(st.lists(spans, min_size=5, max_size=MAX_RUNS))
 def test_a_range_holds_all_that_it_was_made_of(seen: list[tuple[float, float]]) -> None:
     (span,) = phases(*(summary(each) for each in seen))
     assert span is not None
@@ -116,7 +116,7 @@ def test_a_range_holds_all_that_it_was_made_of(seen: list[tuple[float, float]]) 
 
 
 def test_a_tensor_of_another_shape_has_no_range() -> None:
-    baseline = merged(*[summary((1.0, 1.0))] * 3)
+    baseline = merged(*[summary((1.0, 1.0))] * 5)
     assert baseline is not None
     same = TensorInfo("loss", ("losses",), "loss")
     other = TensorInfo("loss", ("losses",), "loss", shape=(2,))
@@ -124,6 +124,20 @@ def test_a_tensor_of_another_shape_has_no_range() -> None:
     assert ranges.spans[0, 0].tolist() == [0.5, 2.0]
     assert np.isnan(ranges.spans[1:]).all()
     assert np.isnan(ranges.spans[:, -1]).all()
+
+
+def test_only_the_harmful_direction_of_losses_and_metrics_is_a_deviation() -> None:
+    baseline = merged(*[summary((1.0, 1.0))] * 5)
+    assert baseline is not None
+    catalogue = (
+        TensorInfo("loss", ("losses",), "loss"),
+        TensorInfo("accuracy", ("metrics",), "metric"),
+        TensorInfo("perplexity", ("metrics",), "metric"),
+        TensorInfo("weight:gradient", ("gradients",), "gradient"),
+    )
+    ranges = ranges_of(baseline, catalogue)
+    assert ranges.low_is_bad.tolist() == [False, True, False, True]
+    assert ranges.high_is_bad.tolist() == [True, False, False, True]
 
 
 # The ranking of tensors by their distance from their own earlier values.

@@ -36,8 +36,10 @@ from watchstep.store.store import Store
 # Documents
 
 
-RUN = RunDocument("vision", "r1", 5, ({"rule": "nan_or_inf"},), {"every": 3}, {"python": "3.11"})
-ATTEMPT = AttemptDocument("a1", 7, world_size=8, on_stop="raise", host="node0")
+RUN = RunDocument("vision", "r1", 5, ({"rule": "nan_or_inf"},), {"every": 3})
+ATTEMPT = AttemptDocument(
+    "a1", 7, world_size=8, on_stop="raise", host="node0", environment={"python": "3.11"}
+)
 END = EndDocument(3, "failed", 120, 9, 4, "w3", "ValueError: no", {"dropped": 2})
 ALL = (RUN, ATTEMPT, END)
 
@@ -95,7 +97,7 @@ def test_other_bytes_are_refused(kind: type[RunDocument], data: bytes) -> None:
         (RUN, {"rules": 3}),
         (RUN, {"rules": ["nan_or_inf"]}),
         (RUN, {"config": []}),
-        (RUN, {"environment": {"python": 3}}),
+        (ATTEMPT, {"environment": {"python": 3}}),
         (ATTEMPT, {"world_size": None}),
         (ATTEMPT, {"on_stop": "explode"}),
         (ATTEMPT, {"on_stop": ["raise"]}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.sdk.training import (
     watching,
     with_sgd,
 )
-from watchstep import Cadence, CaptureConfig, Hook
+from watchstep import Cadence, CaptureConfig, Hook, open_run
 from watchstep.errors import ConfigError
 
 
@@ -199,3 +200,21 @@ def test_hooks_are_removed_from_the_model_when_closed(tmp_path: Path) -> None:
     hook.close()
     assert not model._forward_pre_hooks
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_weights_that_the_program_loads_between_steps_are_recorded(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with Hook(tmp_path, run="r") as hook:
+        hook.watch(model, optimizer)
+        model.load_state_dict(before)  # before the first step: a start from a checkpoint
+        for step in range(6):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                model.load_state_dict(before)
+    assert open_run(hook.run_url).tensor("weights:loaded").steps() == [3]
+    assert hook.health["faults"] == {}
+    copy.deepcopy(model).load_state_dict(before)

@@ -84,9 +84,12 @@ def recorded(tmp_path: Path) -> Run:
 
 @pytest.mark.ci
 def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None:
-    done = run_program(tmp_path, PROGRAM, "--lr", "1 2")
+    done = run_program(tmp_path, PROGRAM, "--lr", "1 2", "--token", "mine")
     plain = subprocess.run(
-        [sys.executable, tmp_path / "train.py", "--lr", "1 2"], capture_output=True, text=True, check=True
+        [sys.executable, tmp_path / "train.py", "--lr", "1 2", "--token", "mine"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == plain.stdout
     notice = f"watchstep: run default/r in file://{tmp_path}/runs; no service watches the store yet: the run is recorded now, and evaluated once one does (watchstep serve)\n"
@@ -97,6 +100,9 @@ def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None
     assert run.tensors("weights") == ["body.weight", "head.weight"]
     assert run.tensor("body:output").steps() == list(range(1, 20))
     assert [end.state for end in run.ends()] == ["completed"]
+    found = run.environment()
+    assert found["command"].endswith("train.py --lr '1 2' --token '(hidden)'")
+    assert (found["program"], found["folder"]) == ("train.py", str(Path.cwd()))
 
 
 @pytest.mark.release

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.rules.custom.programs import LOUD
@@ -14,7 +16,18 @@ from tests.services.recording import PROJECT, Recording, exploding_from, nan_fro
 from watchstep.errors import RuleError
 from watchstep.store.store import Store
 from watchstep_rules import parse
+from watchstep_rules.backtest.backtest import (
+    AttemptOutcome,
+    BacktestOutcome,
+    JudgingOrder,
+    Replayed,
+    ReplayOutcome,
+)
 from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.alert import Phase, Transition
+from watchstep_rules.engine.judge import RuleHealth
+from watchstep_services.cli.backtest import show_rules
 from watchstep_services.cli.main import app
 from watchstep_services.cli.serve import source_of
 from watchstep_services.core.settings import settings_for
@@ -280,10 +293,10 @@ def test_many_runs_and_a_sweep(store: Path, rules: Path, tmp_path: Path, jobs: s
     done = run_command("rules", "backtest", f"{store}/{PROJECT}/*", *options, *sweep)
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert "exploding_gradient 2 3 22 vision/explosion" in lines
-    assert "10 1 2 3 20 vision/explosion" in lines
-    assert "100 3 2 3 22 vision/explosion <- current" in lines
-    assert "1e+08 1 0 3 - -" in lines
+    assert "exploding_gradient 2 3 - 22 vision/explosion" in lines
+    assert "10 1 2 3 - 20 vision/explosion" in lines
+    assert "100 3 2 3 - 22 vision/explosion <- current" in lines
+    assert "1e+08 1 0 3 - - -" in lines
     held = json.loads(found.read_text())
     assert [run["run"] for run in held["runs"]] == ["explosion", "late", "nan"]
     assert held["failed"] == []
@@ -293,6 +306,22 @@ def test_many_runs_and_a_sweep(store: Path, rules: Path, tmp_path: Path, jobs: s
     told = {one["rule_config"]["name"]: one for one in attempt["rules"]}
     assert told["exploding_gradient"]["transitions"][-1]["step"] == 25
     assert told["exploding_gradient"]["found"] == len(told["exploding_gradient"]["findings"]) > 0
+
+
+def test_the_precision_of_a_rule_is_that_of_the_alerts_with_an_answer() -> None:
+    def tested(run: str, answer: str) -> Replayed:
+        change = Transition(Phase.FIRING, 3, None, 3, 0)
+        rule = ReplayOutcome(RuleConfig(rule="exploding_gradient"), [], 1, [change], RuleHealth.OK, "")
+        attempt = AttemptOutcome("a1", JudgingOrder.STEPS, (), 9, [rule])
+        outcome = BacktestOutcome(f"s3://b/{run}", PROJECT, run, [attempt])
+        return Replayed(outcome, (), {"exploding_gradient": answer} if answer else {})
+
+    text = io.StringIO()
+    show_rules(
+        Console(width=120, file=text),
+        [tested("a", "yes"), tested("b", "no"), tested("c", "not_sure"), tested("d", "")],
+    )
+    assert "exploding_gradient 4 4 1 of 2 3 vision/a" in " ".join(text.getvalue().split())
 
 
 @pytest.mark.ci

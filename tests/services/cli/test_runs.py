@@ -207,6 +207,9 @@ def test_what_operators_do_with_an_alert(folder: Path) -> None:
         r"taken acknowledged by serve in \S+ \(operator, token \S+\), [-0-9]+ [:0-9]+: on it", alerts
     )
     assert "silent" not in alerts
+    listed = json.loads(told("runs", "alerts", f"{PROJECT}/run-1", "--json"))
+    assert listed
+    assert all(alert["fired_ns"] is not None for alert in listed)
     assert "notifications are repeated again" in told(
         "runs", "acknowledge", f"{PROJECT}/run-1", "mine", "--withdraw"
     )

@@ -117,6 +117,7 @@ def ended(driven: Driven, store: Store, run: str = "run-1") -> tuple[int, Record
     run_id = driven.register(run)
     driven.announce(run_id, recording.write(0, 0, 9), recording.write(1, 10, 19, nan_from(15)))
     recording.store.put("tensors/a1/0/00000015-train.safetensors", b"full tensors")
+    recording.store.put("bundles/a1/0/15-gate.safetensors", b"a batch")
     recording.end("completed", 19)
     discover(driven.service, run_id)
     work.evaluate_longest_due(driven.service, run_id)
@@ -186,6 +187,7 @@ def test_full_tensors_go_and_the_rest_stays(driven_sqlite: Driven, folder_store:
     policy(driven_sqlite, keep_tensors_s=0)
     assert upkeep(driven_sqlite.service) == 2
     assert not list(recording.store.entries("tensors/"))
+    assert not list(recording.store.entries("bundles/"))
     assert list(recording.store.entries("stats/"))
     assert kept(driven_sqlite, run_id).tensors_gone_ns is not None
 

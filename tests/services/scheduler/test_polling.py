@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from tests.services.channels.http_server import http_server
 from tests.services.driving import Driven, make_service, statements
+from tests.services.jobs import recorded_process
 from tests.services.notify.clock import Clock, open_with
 from tests.services.recording import Recording, nan_from
 from watchstep.format import documents
@@ -23,7 +25,7 @@ from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import ActionRow, RunRow
+from watchstep_services.db.models import ActionRow, BoundJobRow, RunRow
 from watchstep_services.db.records import add_action, hint, put_segment
 from watchstep_services.dispatch.dispatch import due_actions
 from watchstep_services.runs import discovery as discovering
@@ -101,6 +103,29 @@ def test_a_run_that_starts_again_is_looked_at_at_once(driven: Driven) -> None:
     announced(driven, run_id, driven.recording(attempt="a2").begin(), 0)
     assert driven.run(run_id).state == "running"
     assert [taken.run.id for taken in claim_polls(driven.service)] == [run_id]
+
+
+def test_a_program_that_goes_on_after_its_run_has_ended_is_looked_at_until_it_is_over(driven: Driven) -> None:
+    def state() -> str:
+        with driven.service.database.read() as session:
+            return session.execute(select(BoundJobRow.state).filter_by(run_id=run_id)).scalar_one()
+
+    recording, run_id = driven.begin()
+    with recorded_process() as job:
+        driven.bind(run_id, job)
+        announced(driven, run_id, recording, 0)
+        recording.end("completed", 3)
+        discovering.discover(driven.service, run_id)
+        set_run(driven, run_id, last_seen_ns=1)  # long ago: the end of the program is not waited for
+        assert advance_run(driven.service, run_id) == "completed"
+        assert state() == "running"
+        poll_run(driven.service, claim_polls(driven.service)[0])
+        poll_ns = driven.run(run_id).poll_ns
+    set_run(driven, run_id, poll_ns=0)
+    poll_run(driven.service, claim_polls(driven.service)[0])
+    assert state() in ("ended", "vanished")
+    assert driven.run(run_id).state == "completed"
+    assert poll_ns - time.time_ns() < 10 * NANOSECONDS
 
 
 def announced(driven: Driven, run_id: int, recording: Recording, seq: int) -> None:

@@ -27,6 +27,7 @@ from watchstep.format.control import ControlDocument
 from watchstep.platform.transport import ServiceAddress, Transport
 from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
+from watchstep_services.auth import identify
 from watchstep_services.channels.webhook import new_secret
 from watchstep_services.core.settings import NANOSECONDS, Settings, load_settings
 from watchstep_services.db.clock import read_clock
@@ -130,6 +131,16 @@ def test_a_run_that_nobody_announced_is_found(embedded: EmbeddedService, folder_
 
 
 @pytest.mark.ci
+def test_the_link_to_the_page_is_valid_after_a_restart(settings: Settings) -> None:
+    with EmbeddedService(settings) as first:
+        token = first.page_link.partition("#token=")[2]
+        operator = first.operator_token
+    with EmbeddedService(settings) as second:
+        identities = [identify(second.database, each) for each in (token, operator)]
+    assert identities[0] is not None
+    assert (identities[0].role, identities[1]) == ("admin", None)
+
+
 def test_what_was_not_done_is_done_after_a_restart(settings: Settings, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
     recording.write(0, 0, 3)

@@ -25,8 +25,10 @@ const authorization: Middleware = {
       request.headers.set("authorization", `Bearer ${value}`);
     return request;
   },
-  async onResponse({ response }) {
+  async onResponse({ request, response }) {
     if (response.ok) return;
+    if (response.status === 401 && request.headers.get("authorization") === `Bearer ${token()}`)
+      dispatchEvent(new Event(UNAUTHORIZED));
     throw await errorOf(response);
   },
   onError({ error }) {
@@ -70,9 +72,13 @@ export async function fetchRaw(
       "Check that it runs and that you can reach it.",
     );
   }
+  if (response.status === 401) dispatchEvent(new Event(UNAUTHORIZED));
   if (!response.ok) throw await errorOf(response);
   return response;
 }
+
+/** Name of the event of `window` after a request with a token that is not valid any more: the page shows the login. */
+export const UNAUTHORIZED = "watchstep:unauthorized";
 
 async function errorOf(response: Response): Promise<RequestError> {
   try {

@@ -1,6 +1,9 @@
 import { untrack } from "svelte";
 import { RequestError } from "./client";
 
+/** Time after which a request that got no answer is made again. */
+export const RETRY_MS = 3_000;
+
 let pending = 0;
 
 /** Count requests under way; `data-loading` on the document tells scripts that wait for a page, such as tests and screenshots. */
@@ -29,6 +32,12 @@ export class Resource<T> {
       const answer = request(controller.signal);
       untrack(() => void this.#settle(answer, controller.signal));
       return () => controller.abort();
+    });
+    $effect(() => {
+      // A service that restarts is back by itself; other errors stay until something changes.
+      if (this.loading || this.error?.status !== 0) return;
+      const timer = setTimeout(() => this.reload(), RETRY_MS);
+      return () => clearTimeout(timer);
     });
   }
 

@@ -1,4 +1,4 @@
-// The token of this browser tab. It is sent as a bearer token only; there are no cookies, so that other sites cannot use it.
+// The token of this browser tab; a new tab asks the others for theirs. It is sent as a bearer token only; there are no cookies, so that other sites cannot use it.
 const KEY = "watchstep.token";
 
 /** Return the token; null before a login. */
@@ -16,6 +16,34 @@ export function logIn(value: string, remember: boolean): void {
 export function logOut(): void {
   sessionStorage.removeItem(KEY);
   localStorage.removeItem(KEY);
+}
+
+const CHANNEL = "watchstep.session";
+const ANSWER_MS = 150;
+
+/** Give the token of this tab to new tabs of this browser that ask for it. */
+export function shareSession(): void {
+  const channel = new BroadcastChannel(CHANNEL);
+  channel.onmessage = ({ data }: MessageEvent<unknown>) => {
+    const value = token();
+    if (data === "ask" && value !== null) channel.postMessage({ token: value });
+  };
+}
+
+/** Log in with the session of another tab, if there is one and this tab has none: a link that opens in a new tab is logged in. */
+export async function joinSession(): Promise<void> {
+  if (token() !== null) return;
+  const channel = new BroadcastChannel(CHANNEL);
+  await new Promise<void>((resolve) => {
+    setTimeout(resolve, ANSWER_MS);
+    channel.onmessage = ({ data }: MessageEvent<{ token?: unknown } | "ask">) => {
+      if (data === "ask" || typeof data.token !== "string") return;
+      if (token() === null) logIn(data.token, false);
+      resolve();
+    };
+    channel.postMessage("ask");
+  });
+  channel.close();
 }
 
 /**

@@ -58,6 +58,7 @@ export class LiveEvents {
     };
     source.onerror = () => {
       this.connection = "connecting";
+      if (!interrupted) soon(); // a service that is gone is shown at once
       interrupted = true;
     };
     for (const kind of Object.keys(EVENT_KINDS)) source.addEventListener(kind, soon);

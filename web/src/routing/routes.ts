@@ -52,7 +52,9 @@ function join(...parts: string[]): string {
 /** Addresses of the pages. */
 export const links = {
   projects: (): string => "/",
-  admin: (): string => "/admin",
+  /** The administration of a project; of the first one if null. */
+  admin: (project: string | null = null): string =>
+    project === null ? "/admin" : `/admin?project=${encodeURIComponent(project)}`,
   runs: (project: string): string => join("projects", project),
   compare: (project: string, runs: string[]): string =>
     `${join("projects", project, "compare")}?runs=${runs.map(encodeURIComponent).join(",")}`,

@@ -12,6 +12,7 @@ from watchstep.format.block import Block, view
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.loaded_weights import LOADED
 from watchstep_rules.signals.loss_progress import LossProgress, follow_loss
 from watchstep_rules.signals.nonfinite import has_probe
 from watchstep_rules.signals.series import SeriesRows, in_training, step_numbers
@@ -89,6 +90,7 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         roles=("output", "gradient", "loss"),
         probes=("channels",),
         about=("output",),
+        metrics=(LOADED,),
     )
     merge = "watermark"
     usual_causes = (

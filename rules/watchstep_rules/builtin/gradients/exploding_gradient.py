@@ -15,6 +15,7 @@ from watchstep.format.block import Block, sort_key, together, view
 from watchstep.format.statistics import Floats, l2
 from watchstep.format.tensors import MODES, Mode
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.loaded_weights import LOADED, loaded_steps
 from watchstep_rules.signals.loss_series import NOTHING
 from watchstep_rules.signals.robust import nanmedians
 from watchstep_rules.signals.series import Flags, both, probe
@@ -105,11 +106,13 @@ class ExplodingGradientState(State):
         series: by ``tensor@worker/mode``.
         modes: by mode.
         first_losses: the first value of each loss, by ``loss@worker/mode``.
+        loaded: whether the program has loaded weights since the last step with gradients.
     """
 
     series: dict[str, GradientHistory] = Field(default_factory=dict)
     modes: dict[str, ModeHistory] = Field(default_factory=dict)
     first_losses: dict[str, float] = Field(default_factory=dict)
+    loaded: bool = False
 
 
 class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
@@ -151,6 +154,7 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         roles=("gradient", "loss", "update"),
         probes=("update_ratio",),
         about=("gradient",),
+        metrics=(LOADED,),
         evidence_rows=1,
     )
     merge = "watermark"
@@ -189,18 +193,24 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         wrecked = both({mode: past.wrecked for mode, past in state.modes.items()}, loss_high, overwritten)
         signs = _Signs(loss_high, overwritten, wrecked)
 
+        loads = loaded_steps(block)
         context, block = _gradients(context), _gradients(block)
         layers = _Layers.of(state, block)
-        modes = dict(state.modes)
+        modes, series, loaded = dict(state.modes), state.series, state.loaded
         explosions: list[_Explosion] = []
         for step in _steps(block, _trailing_medians(context, block, params.window), signs):
+            if loaded or (loads and loads[0] < step.number):
+                loads, loaded = [load for load in loads if load >= step.number], False
+                modes, series = _restored(modes, series)
+                layers.exploded[:] = False
             modes[step.mode], of_step = _judge(params, step, modes.get(step.mode, ModeHistory()), layers)
             explosions += of_step
         explosions.sort(key=lambda explosion: explosion.row)
         after = ExplodingGradientState(
-            series={**state.series, **layers.histories()},
+            series={**series, **layers.histories()},
             modes=signs.carried(modes),
             first_losses=first_losses,
+            loaded=loaded or bool(loads),
         )
         return after, [self._finding(block, explosion) for explosion in explosions]
 
@@ -214,6 +224,16 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
             threshold=report.threshold,
             message=report.message,
         )
+
+
+def _restored(
+    modes: dict[str, ModeHistory], series: dict[str, GradientHistory]
+) -> tuple[dict[str, ModeHistory], dict[str, GradientHistory]]:
+    """The histories after the program has loaded weights: what the old weights did has no aftermath."""
+    return (
+        {mode: past._replace(largest=min(past.largest, past.first or 0.0)) for mode, past in modes.items()},
+        {name: past._replace(exploded=False) for name, past in series.items()},
+    )
 
 
 class _Signs(NamedTuple):

@@ -21,7 +21,7 @@ class UnlikeEarlierRunsParams(Params):
 
     baseline: Baseline = Field(
         Baseline(),
-        description="The ranges; by default those of the project's earlier runs of the same program, once there are three.",
+        description="The ranges; by default those of the project's earlier runs of the same program, once there are five.",
     )
     min_magnitude: float = Field(
         1e-12,
@@ -33,13 +33,15 @@ class UnlikeEarlierRunsParams(Params):
 class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, State]):
     """Fires when a statistic leaves the range that it had in earlier healthy runs of the same program.
 
-    The range of a tensor's statistic (the mean of losses and metrics, the rms of all others) is that of at least three earlier runs in the
-    same phase of training, widened by a factor of two or more (`watchstep_rules.signals.baseline`). Phases double in length. Not judged
+    The range of a tensor's statistic (the mean of losses and metrics, the rms of all others) is that of at least five earlier runs in the
+    same phase of training, widened by a factor of two or more (`watchstep_rules.signals.baseline`). Phases double in length. A loss is
+    judged only above its range, a metric only below, and only if its name tells that higher is better. Not judged
     are tensors of another shape, the rms of tensors with fewer than 16 elements, steps beyond the longest earlier run, and values that,
     like their range, are below a millionth of the largest value of the tensor's ranges in any phase.
 
-    The service computes the baseline from runs that completed without an alert of severity warning or critical, and pins it to an attempt
-    before any of the attempt's rows is judged. Without a baseline the rule does not fire.
+    The service computes the baseline from runs that completed without an alert, of the same program file, arguments except the seed,
+    architecture, capture configuration and number of workers, and pins it to an attempt before any of the attempt's rows is judged.
+    Without a baseline the rule does not fire.
     """
 
     name = "unlike_earlier_runs"
@@ -57,7 +59,7 @@ class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, State]):
         "Run the earlier commit in the new environment.",
     )
     cannot_distinguish = (
-        "A deliberate change of the program's hyperparameters or data, from a fault; after three completed runs the change is part of the baseline.",
+        "A deliberate change of an imported module, a configuration file or the data, from a fault. A run whose alert is marked as not right counts as healthy.",
     )
 
     def evaluate(
@@ -78,7 +80,8 @@ class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, State]):
         )
         least = np.maximum(params.min_magnitude, _NEGLIGIBLE * ranges.scale[tensors])
         tiny = np.maximum(np.abs(values), np.abs(spans).max(axis=1)) < least
-        below, above = values < spans[:, 0], values > spans[:, 1]
+        below = (values < spans[:, 0]) & ranges.low_is_bad[tensors]
+        above = (values > spans[:, 1]) & ranges.high_is_bad[tensors]
         findings = []
         for place in np.flatnonzero((below | above) & ~tiny):
             low, high = spans[place]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
@@ -137,10 +138,22 @@ def shut_files(kept: tuple[int, ...], readable: Sequence[Path] = ()) -> tuple[in
     single_threaded = (
         _THREADS.is_dir() and len(list(_THREADS.iterdir())) == 1
     )  # Landlock does not restrict threads that already run
+    _pin(readable)
     version = (
         kernel.restrict([*_interpreters_own(), *readable]) if no_new_privileges() and single_threaded else 0
     )
     return version, space
+
+
+def _pin(paths: Sequence[Path]) -> None:
+    """Keep the entries of these paths in the kernel's cache until the process ends, by descriptors that are never closed.
+
+    Landlock permits inodes. Files of ``/proc`` get a new inode, which is not permitted, once memory is scarce and the kernel has
+    dropped their entry.
+    """
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.open(path, os.O_PATH | os.O_CLOEXEC)
 
 
 def shut_in(memory_mb: int, landlock_abi: int, space: AddressSpace, *, threads: bool) -> Isolation:

@@ -6,7 +6,10 @@ NONFINITE_APPLIED = "gradients:nonfinite_applied"
 """1 at a step whose update applied NaN or infinite gradients, 0 at one that did not."""
 
 WITHHELD = "updates:skipped"
-"""1 at a step with an update that the gate policy left out."""
+"""1 at a step with an update that the gate policy left out, 0 at the first step after it without one."""
+
+LOADED = "weights:loaded"
+"""1 at a step after which the program loaded a state dictionary into a watched model."""
 
 SCALE = "gradient_scaler:scale"
 """The scale of the loss under a gradient scaler."""

@@ -129,7 +129,8 @@ class Bundler:
         )
         if reason == "gate":
             _log.warning(
-                "watchstep: step %d is not finite and is bundled: watchstep replay %s --program FILE.py",
+                "watchstep: step %d is not finite and is bundled, with its batch: watchstep replay %s --program FILE.py"
+                " (capture 'bundles: null' stores no batches)",
                 step,
                 self._run_url,
             )

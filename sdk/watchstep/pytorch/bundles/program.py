@@ -6,81 +6,26 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_PACKAGES = (
-    "torch",
-    "numpy",
-    "watchstep",
-    "transformers",
-    "accelerate",
-    "lightning",
-    "pytorch-lightning",
-    "timm",
-)
-_MAX_PARENTS = 32
-_MAX_REFERENCES = 4 * 1024 * 1024
-_COMMIT_DIGITS = 40
+from watchstep.capture.provenance import git_commit, package_versions, without_secrets
 
 
 def program_data() -> dict[str, Any]:
     """Return the arguments, the working folder, the git commit and the versions of the running program."""
     return {
-        "argv": list(sys.argv),
+        "argv": without_secrets(sys.argv),
         "folder": str(Path.cwd()),
         "git_commit": git_commit(Path.cwd()),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "processor": torch.backends.cpu.get_cpu_capability(),
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "versions": package_versions(),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def git_commit(folder: Path) -> str:
-    """Return the commit that is checked out in a folder, read from git's files; empty if there is none.
-
-    No process is started: a training process may have threads and devices that a fork would disturb.
-    """
-    try:
-        for parent in [folder, *list(folder.parents)[:_MAX_PARENTS]]:
-            place = parent / ".git"
-            if place.is_file():  # a worktree or submodule
-                place = parent / place.read_text().removeprefix("gitdir:").strip()
-            if (place / "HEAD").is_file():
-                return _commit_of(place)
-    except (OSError, ValueError):
-        pass
-    return ""
-
-
-def _commit_of(place: Path) -> str:
-    head = (place / "HEAD").read_text().strip()
-    if not head.startswith("ref:"):
-        return head[:_COMMIT_DIGITS]
-    name = head.removeprefix("ref:").strip()
-    common = place / "commondir"
-    base = place / common.read_text().strip() if common.is_file() else place
-    for folder in (place, base):
-        if (folder / name).is_file():
-            return (folder / name).read_text().strip()[:_COMMIT_DIGITS]
-    packed = base / "packed-refs"
-    if packed.is_file() and packed.stat().st_size < _MAX_REFERENCES:
-        for line in packed.read_text().splitlines():
-            if line.endswith(f" {name}"):
-                return line[:_COMMIT_DIGITS]
-    return ""
 
 
 _DEFAULT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

@@ -74,6 +74,7 @@ class UpdatePolicy:
         self._watched = WatchedOptimizers()
         self._decisions: MutableMapping[Optimizer, _Decision] = internals.weak_id_dictionary.value()
         self._statistics: list[RunningStatistics] = []
+        self._skipped_at = -1
 
     def watch(self, model: nn.Module, optimizer: Optimizer | None = None) -> RunningStatistics:
         """Also decide about updates of this model, and of an optimizer that has other parameters, such as copies in higher precision.
@@ -150,6 +151,7 @@ class UpdatePolicy:
         is_late, decision.has_voted, decision.skips = decision.has_voted, True, nonfinite
         if not nonfinite:
             decision.in_a_row = 0
+            self._note_update()
             return False
         if not is_repeated:
             decision.in_a_row += 1
@@ -160,8 +162,15 @@ class UpdatePolicy:
             return False
         if not is_repeated:
             self._health.count("skipped_updates")
+            self._skipped_at = self._recorder.step
             self._recorder.scalar(WITHHELD, 1.0)
         return True
+
+    def _note_update(self) -> None:
+        """Record that updates are made again, at the first step after a skipped one."""
+        if 0 <= self._skipped_at < self._recorder.step:
+            self._skipped_at = -1
+            self._recorder.scalar(WITHHELD, 0.0)
 
     def _obstacle(self, optimizer: Optimizer, decision: _Decision, *, is_possible: bool) -> str:
         """Return why an update cannot be skipped; empty if it can."""

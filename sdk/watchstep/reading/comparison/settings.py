@@ -1,4 +1,4 @@
-"""Settings that differ between runs: hyperparameters over the steps, and the environment and capture configuration of their documents."""
+"""Settings that differ between runs: hyperparameters over the steps, the environment of their attempts and their capture configuration."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def differing_settings(runs: Sequence[Run], steps: tuple[int, int] = (0, NO_CUT)
     differing.sort(key=lambda setting: (-1 if setting.step is None else setting.step, setting.name))
     compared: dict[SettingSource, int] = {"hyperparameter": len(names)}
     documents: dict[SettingSource, list[dict[str, SettingValue]]] = {
-        "environment": [dict(_flattened("", run.document.environment)) for run in runs],
+        "environment": [dict(_flattened("", run.environment())) for run in runs],
         "config": [dict(_flattened("", run.document.config)) for run in runs],
     }
     for source, by_run in documents.items():

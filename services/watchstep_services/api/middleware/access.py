@@ -81,6 +81,12 @@ class Gate:
         """Check a request's head, and return the policy of its route."""
         check_head(scope)
         route, values, methods = self._routes.find(scope)
+        if route is None and not methods and _is_visit(scope):
+            scope["path"], scope["raw_path"] = (
+                "/",
+                b"/",
+            )  # the page says that there is nothing at this address
+            route, values, methods = self._routes.find(scope)
         endpoint = None if route is None else route.endpoint
         policy = policy_of(endpoint)
         if policy is None or policy.permission is not None:
@@ -162,6 +168,12 @@ def address_of(scope: Scope) -> str:
 def _bearer_token(scope: Scope) -> str:
     scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _is_visit(scope: Scope) -> bool:
+    """Whether a person opens an address outside of the API in a browser."""
+    accepts = Headers(scope=scope).get("accept", "")
+    return scope["method"] == "GET" and "text/html" in accepts and not scope["path"].startswith("/v1")
 
 
 def _refuse_unknown(scope: Scope, methods: frozenset[str]) -> None:

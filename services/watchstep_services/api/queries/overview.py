@@ -290,7 +290,9 @@ def read_scalars(run: Run, window: OverviewWindow) -> Scalars:
         chosen = only(columns, of_tensor == place)
         groups[kind] = _group(kind, chosen, infos, edges)
         if kind == "optimizer":
-            hyperparameters = _last_values(chosen, infos)
+            # Of the run, whatever steps are shown.
+            newest = chosen if edges[-1] > last else _newest_hyperparameters(run, infos, last)
+            hyperparameters = _last_values(newest, infos)
     time_ns = earliest(columns["step"].astype(np.int64), columns["time_ns"].astype(np.int64), edges)
     return Scalars(
         grid.model_copy(update={"time_ns": time_ns}),
@@ -302,6 +304,13 @@ def read_scalars(run: Run, window: OverviewWindow) -> Scalars:
         hyperparameters,
         collections,
     )
+
+
+def _newest_hyperparameters(run: Run, infos: Sequence[TensorInfo], last: int) -> Columns:
+    """Read the last rows of the hyperparameters; they are recorded at least every `REPEATED_STEPS` steps."""
+    names = frozenset(info.name for info in infos if kind_of(info) == "optimizer")
+    selection = Selection(SCALAR_FIGURES, names, max(0, last - REPEATED_STEPS), last)
+    return run.index.consistently(lambda: run.index.collect(selection))
 
 
 _KINDS = ("", "losses", "optimizer", "metrics", "system")
@@ -358,7 +367,7 @@ def configuration_of(
     document = None if run is None else run.document
     return Configuration(
         config={} if document is None else document.config,
-        environment={} if document is None else document.environment,
+        environment={} if run is None else run.environment(),
         hyperparameters=dict(hyperparameters),
         created_ns=None if document is None else document.created_ns,
         location=location,

@@ -27,7 +27,7 @@ from watchstep_services.api.schemas.filters import (
     labelled,
     one_of,
 )
-from watchstep_services.api.schemas.models import AlertList, AlertOutput
+from watchstep_services.api.schemas.models import AlertList, AlertOutput, WasRight
 from watchstep_services.api.schemas.paging import ListOrder, Paged, Paging
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import AlertInstanceRow, AlertRow, Incident, Muted, RunRow, Silence
@@ -97,12 +97,24 @@ def _list(session: Session, paging: Paging, conditions: Iterable[ColumnElement[b
     keys = {row.incident for row in rows if row.incident}
     incidents = session.execute(select(Incident).where(Incident.key.in_(keys))).scalars() if keys else ()
     summaries = {(incident.run_id, incident.key): incident.summary for incident in incidents}
-    alerts = [_alert(row, names[row.run_id], summaries.get((row.run_id, row.incident))) for row in rows]
+    instances = select(
+        AlertInstanceRow.run_id, AlertInstanceRow.fingerprint, AlertInstanceRow.was_right
+    ).where(
+        AlertInstanceRow.fingerprint.in_({row.fingerprint for row in rows}), AlertInstanceRow.was_right != ""
+    )
+    answers = {(row.run_id, row.fingerprint): row.was_right for row in session.execute(instances)}
+    alerts = []
+    for row in rows:
+        joined = {
+            "run": names[row.run_id],
+            "incident": summaries.get((row.run_id, row.incident)),
+            "was_right": answers.get((row.run_id, row.fingerprint), ""),
+        }
+        alerts.append(_alert(row, joined))
     return AlertList(alerts=alerts, next_page_token=token)
 
 
-def _alert(row: AlertRow, run: str, incident: dict[str, Any] | None) -> AlertOutput:
-    joined = {"run": run, "incident": incident}
+def _alert(row: AlertRow, joined: Mapping[str, Any]) -> AlertOutput:
     columns = {name: getattr(row, name) for name in AlertOutput.model_fields if name not in joined}
     return AlertOutput.model_validate({**columns, **joined})
 
@@ -180,6 +192,7 @@ class AlertInstanceOutput(BaseModel):
     dry_run: bool
     message: str
     acknowledgement: Acknowledgement | None
+    was_right: WasRight = Field(description="Answer of a person; empty: none yet.")
     silence: CoveringSilence | None = Field(
         description="Silence that suppresses notifications of the alert, or would if it fired; null: none."
     )
@@ -221,6 +234,29 @@ def withdraw_acknowledgement(
     with service.database.write() as session:
         row = find_alert(session, project, run, fingerprint)
         withdraw(session, row)
+        return _output(session, row, project, run)
+
+
+class WasRightInput(BaseModel):
+    """Whether an alert was right."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra={"examples": [{"answer": "no"}]})
+
+    answer: WasRight = Field(description="Empty: withdraw the answer.")
+
+
+@notification_state_router.put("/was-right", summary="Say whether an alert was right")
+@permits("operate")
+def answer_was_right(
+    project: str, run: str, fingerprint: Fingerprint, body: WasRightInput, service: Served
+) -> AlertInstanceOutput:
+    """Record whether an alert was right, for all attempts of its run.
+
+    Backtests compute their precision from these answers. Runs whose alerts were all not right count as healthy for `unlike_earlier_runs`.
+    """
+    with service.database.write() as session:
+        row = find_alert(session, project, run, fingerprint)
+        row.was_right = body.answer
         return _output(session, row, project, run)
 
 

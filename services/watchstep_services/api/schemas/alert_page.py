@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from watchstep_rules.engine.incident import Explanation, IncidentSummary
 from watchstep_rules.signals.deviations import Deviation
 from watchstep_services.api.schemas.binned_lines import Values
-from watchstep_services.api.schemas.models import ActionOutput
+from watchstep_services.api.schemas.models import ActionOutput, WasRight
 from watchstep_services.api.schemas.run_pages import RunFacts, StopFacts
 
 
@@ -180,6 +180,7 @@ class AlertState(BaseModel):
     labels: dict[str, str]
     message: str
     explanation: Explanation | None
+    was_right: WasRight = Field(description="Answer of a person; empty: none yet.")
 
 
 class AcknowledgementState(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -290,6 +290,10 @@ class AlertDetails(BaseModel):
     explanation: Explanation
 
 
+WasRight = Literal["", "yes", "no", "not_sure"]
+"""The answer of a person to whether an alert was right; empty: none yet."""
+
+
 class AlertOutput(BaseModel):
     """An alert: a rule config on one attempt."""
 
@@ -309,6 +313,9 @@ class AlertOutput(BaseModel):
     details: AlertDetails | None = Field(description="Null until it has fired.")
     incident: IncidentSummary | None = Field(
         description="Alerts of the attempt that started close to it, with the likeliest cause; null: none."
+    )
+    was_right: WasRight = Field(
+        description="Answer of a person, for all attempts of the run; empty: none yet."
     )
 
 

@@ -204,7 +204,9 @@ class Configuration(BaseModel):
     """Configuration of a run."""
 
     config: dict[str, Any] = Field(description="Capture configuration of the run document.")
-    environment: dict[str, str] = Field(description="Program, versions and host.")
+    environment: dict[str, str] = Field(
+        description="Provenance of the newest attempt, without secrets: command line, folder, commit, versions, host, devices and some environment variables."
+    )
     hyperparameters: dict[str, float | None] = Field(
         description="Last recorded value of each hyperparameter of the optimizers."
     )

@@ -52,15 +52,14 @@ def alerts(
     """
     project, name = split_run(run)
     client = client_of(store, service, project)
-    run_alerts = [alert.raw for alert in client.alerts(name)]
+    fired = [alert.raw for alert in client.alerts(name) if alert.raw["details"] is not None]
     if as_json:
-        show_json([dict(alert) for alert in run_alerts])
+        show_json([dict(alert) for alert in fired])
         return
     # These import all rules.
     from watchstep_rules.engine.incident import Explanation, IncidentSummary
 
     out = console()
-    fired = [alert for alert in run_alerts if alert["details"] is not None]
     fired.sort(key=lambda alert: bool(alert["phase"] != "firing"))
     if not fired:
         out.print(f"{run}: no alert has fired")
@@ -75,12 +74,20 @@ def alerts(
         dry_run = "; dry run" if details["dry_run"] else ""
         title, *rest = Explanation.model_validate(details["explanation"]).as_lines()
         out.print(f"{title}{inhibited}{dry_run} (attempt {alert['attempt']})", soft_wrap=True)
-        for line in (*rest, *_acknowledgement_lines(client, name, alert)):
+        right = [f"  right   {_ANSWERS[alert['was_right']]}"] if alert["was_right"] else []
+        for line in (*rest, *right, *_acknowledgement_lines(client, name, alert)):
             out.print(line, highlight=False, soft_wrap=True)
     for line in _deviations(client, name, fired):
         out.print(line, highlight=False, soft_wrap=True)
     for line in _not_evaluated([rule.raw for rule in client.rules(name)]):
         out.print(line, highlight=False, soft_wrap=True)
+
+
+_ANSWERS = {
+    "yes": "yes, a person says",
+    "no": "no, a person says: not a fault",
+    "not_sure": "a person is not sure",
+}
 
 
 def _deviations(client: Client, run: str, fired: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from watchstep.capture.steps.metric_names import WITHHELD
 from watchstep.errors import NotFoundError
 from watchstep.format.layout import ENDS, RUN_DOCUMENT
 from watchstep.format.tensors import LOSSES, MODES, Mode
@@ -30,6 +31,10 @@ from watchstep_services.core.console import console, figure, show, show_json, ta
 StoredRunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="Run id, <project>/<run>, or the URL of the run.")
 ]
+
+
+_SHOWN_ENVIRONMENT = frozenset(("command", "folder", "commit", "uncommitted changes", "host", "devices"))
+"""The provenance that is shown by default; ``--json`` has all of it."""
 
 
 def show_run(
@@ -61,6 +66,9 @@ def show_run(
     out.print(f"steps     {recorded}")
     out.print(f"attempts  {', '.join(opened.attempts) or 'none'}")
     out.print(f"workers   {len(opened.workers)} (ranks {', '.join(map(str, opened.workers)) or 'none'})")
+    for name, value in opened.environment().items():
+        if name in _SHOWN_ENVIRONMENT:
+            out.print(f"{name:9} {value}", soft_wrap=True, highlight=False)
     for line in _seed_lines(opened):
         out.print(f"seeds     {line}", soft_wrap=True)
     _print_losses(opened)
@@ -68,6 +76,10 @@ def show_run(
     if stop := outcome.rule_stop:
         end_words = ended_after(stop.step, outcome.last_step)
         out.print(f"bad       from step {stop.step}, by rule {stop.rule}; {end_words}", soft_wrap=True)
+    if skipped := _skipped_steps(opened):
+        shown = ", ".join(map(str, skipped[:_MOST_SKIPPED]))
+        more = f" and {len(skipped) - _MOST_SKIPPED} more" if len(skipped) > _MOST_SKIPPED else ""
+        out.print(f"skipped   the gate policy skipped the update of {len(skipped)} steps: {shown}{more}")
     for end in opened.ends():
         reason = f": {end.reason}" if end.reason else ""
         out.print(
@@ -88,6 +100,17 @@ def show_run(
         rows.add_row(collection, str(len(names)), ", ".join(names[:3]))
     out.print()
     show(rows)
+
+
+_MOST_SKIPPED = 10
+
+
+def _skipped_steps(run: Run) -> list[int]:
+    """Return the steps whose update the gate policy skipped."""
+    if all(info.name != WITHHELD for info in run.catalogue):
+        return []
+    rows = run.tensor(WITHHELD).statistics().to_pylist()
+    return sorted({row["step"] for row in rows if row["mean"] > 0})
 
 
 _NOT_ATTACHED = (
@@ -127,6 +150,7 @@ def _as_data(run: Run, service: str) -> dict[str, Any]:
         "ended_after": outcome.last_step if run.ends() else None,
         "attempts": list(run.attempts),
         "workers": list(run.workers),
+        "environment": run.environment(),
         "seeds": _seeds(run),
         "losses": {
             name: {"first": rows[0]["value"], "last": rows[-1]["value"], "derived": rows[-1]["derived"]}
@@ -134,6 +158,7 @@ def _as_data(run: Run, service: str) -> dict[str, Any]:
             else None
             for name, rows in losses.items()
         },
+        "skipped_updates": _skipped_steps(run),
         "ends": [
             {"worker": end.worker, "state": end.state, "last_step": end.last_step, "reason": end.reason}
             for end in run.ends()

@@ -18,7 +18,8 @@ WHO_LENGTH = 256
 class AlertInstanceRow(Base):
     """The state of an alert over all attempts of a run: one row for each fingerprint that has fired.
 
-    ``config_id`` and ``attempt`` are those that made it fire last; ``episode`` counts how often it began to fire.
+    ``config_id`` and ``attempt`` are those that made it fire last; ``episode`` counts how often it began to fire. ``was_right``: the
+    answer of a person, ``yes``, ``no`` or ``not_sure``; empty without one.
     """
 
     __tablename__ = "alert_instances"
@@ -50,6 +51,7 @@ class AlertInstanceRow(Base):
     acknowledged_by: Mapped[str] = mapped_column(String(WHO_LENGTH), default="")
     acknowledged_ns: Mapped[int | None] = mapped_column(default=None)
     acknowledgement: Mapped[str] = mapped_column(Text, default="")
+    was_right: Mapped[str] = mapped_column(String(8), default="", server_default="")
 
     @property
     def is_hidden(self) -> bool:

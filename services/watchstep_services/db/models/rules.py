@@ -77,9 +77,9 @@ class FindingRow(Base):
 
 
 class RunSummaryRow(Base):
-    """The summary of a healthy run: a `watchstep_rules.signals.baseline.BaselineRun` as JSON text.
+    """The summary of a completed run: a `watchstep_rules.signals.baseline.BaselineRun` as JSON text.
 
-    ``program`` identifies the program and its capture configuration (`evaluation.baselines.program_of`).
+    ``program`` identifies the program, its arguments and its capture configuration (`evaluation.baselines.program_of`).
     """
 
     __tablename__ = "run_summaries"

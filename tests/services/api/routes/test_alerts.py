@@ -21,10 +21,13 @@ from watchstep.capture.mirror import service_alerts
 from watchstep.format.documents import Checkpoint
 from watchstep.format.layout import BundleKey, SamplesKey, SnapshotKey, TraceKey
 from watchstep.store.store import Store
+from watchstep_rules.backtest.backtest import Replayed
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.registry import RULES
 from watchstep_services.core.settings import load_settings
 from watchstep_services.db.models import RuleConfigRow
 from watchstep_services.dispatch.dispatch import dispatch
+from watchstep_services.evaluation.backtests import judge_next, read_progress, request_backtest
 from watchstep_services.serve.embedded import EmbeddedService
 
 RUN = "/v1/projects/vision/runs/run-1"
@@ -166,6 +169,25 @@ def test_actions_are_shown_with_each_attempt(api: Api) -> None:
     assert answer["stop"]["fingerprint"] == answer["alert"]["fingerprint"]
     assert (answer["finding"]["tensor"], answer["finding"]["step"]) == ("loss", 5)
     assert answer["finding"]["value_text"]
+
+
+def test_the_answer_to_whether_an_alert_was_right_is_shown_and_used_by_backtests(exploding: Api) -> None:
+    api, name = exploding, "exploding_gradient"
+    at = f"{RUN}/alerts/{fingerprint(api, name)}"
+    assert api.get(at)["was_right"] == ""
+    assert api.status("PUT", f"{at}/was-right", {"answer": "maybe"}) == 422
+    assert api.status("PUT", f"{at}/was-right", {"answer": "no"}) == 200
+    listed = api.get(f"{RUN}/alerts")["alerts"]
+    assert {alert["was_right"] for alert in listed if alert["name"] == name} == {"no"}
+    assert page(api, name)["alert"]["was_right"] == "no"
+    rules = [RuleConfig(rule=name)]
+    number = request_backtest(api.driven.service, PROJECT, ["run-1"], rules, [])
+    judge_next(api.driven.service, number)
+    (result,) = read_progress(api.driven.service, PROJECT, number).results
+    assert isinstance(result, Replayed)
+    assert result.was_right == {name: "no"}
+    assert api.status("PUT", f"{at}/was-right", {"answer": ""}) == 200
+    assert api.get(at)["was_right"] == ""
 
 
 def test_acknowledgement_and_silence_are_shown(api: Api) -> None:

@@ -308,7 +308,9 @@ def test_hyperparameters_last_until_the_next_value(api: Api) -> None:
     (line,) = overview["optimizer"]["lines"]
     assert line["count"] == [1, 1, 1, 0]
     assert line["mean"] == pytest.approx([0.1, 0.01, 0.001, 0.001])
-    (line,) = api.get(f"{RUN}/overview", first=10, last=19, points=2)["optimizer"]["lines"]
+    zoomed = api.get(f"{RUN}/overview", first=10, last=19, points=2)
+    assert zoomed["configuration"]["hyperparameters"] == {rate.name: pytest.approx(0.001)}
+    (line,) = zoomed["optimizer"]["lines"]
     assert (line["mean"], line["count"]) == ([pytest.approx(0.1)] * 2, [0, 0])
     assert overview["configuration"]["hyperparameters"] == {rate.name: pytest.approx(0.001)}
 

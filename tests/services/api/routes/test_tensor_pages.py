@@ -19,8 +19,8 @@ import safetensors.numpy
 from tests.services.api.conftest import Api
 from tests.services.recording import LAYERS, Recording, Value, exploding_from, healthy, nan_from
 from watchstep.format import documents, segment
-from watchstep.format.documents import RunDocument
-from watchstep.format.layout import SCHEMA_VERSION, SnapshotKey
+from watchstep.format.documents import AttemptDocument, RunDocument
+from watchstep.format.layout import SCHEMA_VERSION, SnapshotKey, attempt_document
 from watchstep.reading import index as index_module
 from watchstep.reading.compaction import compact
 from watchstep.reading.grid import GridRequest
@@ -424,8 +424,10 @@ def test_differing_settings_are_listed(api: Api, folder_store: Store) -> None:
         folder_store.put(
             f"vision/{run}/run.json",
             f'{{"project": "vision", "run": "{run}", "created_ns": 1, "config": {{"model": {{"lr": {rate}, "depth": 4}}}}, '
-            f'"environment": {{"torch": "2.{rate}"}}, "schema": {SCHEMA_VERSION}}}'.encode(),
+            f'"schema": {SCHEMA_VERSION}}}'.encode(),
         )
+        claim = AttemptDocument("a1", 1, environment={"torch": f"2.{rate}"})
+        folder_store.put(f"vision/{run}/{attempt_document('a1')}", documents.encode(claim))
         Recording(folder_store, run).write(0, 0, 3, healthy)
         api.driven.register(run)
     settings = compare(api, runs="one,two")["settings"]

@@ -33,7 +33,10 @@ export function roleOf({ tensor, module, role, module_type: type }: Schemas["Ale
 
 /** Whether the alert still fires, and if not, since when. */
 export function phaseSentence({ alert, run }: AlertPage): string {
-  if (alert.phase === "resolved") return `It was resolved at step ${alert.step}.`;
+  if (alert.phase === "resolved") {
+    const why = /: (the program loaded weights .*)$/.exec(alert.explanation?.title ?? "")?.[1];
+    return `It was resolved at step ${alert.step}${why === undefined ? "" : `: ${why}`}.`;
+  }
   if (alert.phase !== "firing") return `It is ${alert.phase}.`;
   return ["running", "created"].includes(run.state) ? "It still fires." : "It fired until the run ended.";
 }

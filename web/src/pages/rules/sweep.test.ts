@@ -3,6 +3,7 @@ import { fieldsOf } from "./parameters";
 import {
   advice,
   readReport,
+  splitOf,
   suggestedRange,
   sweepText,
   valuesOf,
@@ -76,7 +77,8 @@ it("evaluates the rules that may inhibit the tested one too", () => {
   ]);
 });
 
-function report(fired: Record<string, (number | null)[]>, values = [1, 10, 100]) {
+function report(fired: Record<string, (number | null)[]>, answers: Record<string, string> = {}) {
+  const values = [1, 10, 100];
   const first = (step: number | null) =>
     step === null ? null : { attempt: "a", step, config: "r.x", tensor: "w" };
   return readReport({
@@ -84,6 +86,7 @@ function report(fired: Record<string, (number | null)[]>, values = [1, 10, 100])
     runs: Object.entries(fired).map(([run, steps]) => ({
       run,
       fired: steps.map(first),
+      was_right: run in answers ? { "r.x": answers[run] } : {},
       attempts: [{ notes: ["n"], rules: [{ rule_config: { name: "r.x", rule: "q" } }] }],
     })),
     failed: [{ what: "run z", hint: "h" }],
@@ -127,17 +130,29 @@ describe("a report", () => {
     expect([...read!.inhibited]).toEqual([["bad", { by: "top", step: 7 }]]);
   });
 
-  it("names the values that tell the runs apart", () => {
-    const say = (fired: Record<string, (number | null)[]>) => advice(report(fired), STATES, String);
-    expect(say({ good: [3, null, null], fine: [9, null, null], bad: [2, 4, 5] })).toBe(
-      "Best here: 10 to 100 – alerts on 1 of 1 run that did not complete and on none of 2 that completed.",
+  it("names the values that tell the runs apart by what people said of their alerts", () => {
+    const say = (fired: Record<string, (number | null)[]>, answers: Record<string, string> = {}) =>
+      advice(report(fired, answers), STATES, String);
+    const wrong = { good: "no", fine: "no" };
+    expect(say({ good: [3, null, null], fine: [9, null, null], bad: [2, 4, 5] }, wrong)).toBe(
+      "Best here: 10 to 100 – alerts on 1 of 1 run with a fault and on none of 2 whose alert was not right.",
     );
-    expect(say({ good: [3, 3, 4], bad: [2, null, null] })).toContain("Best here: 1 – alerts on 1 of 1 run");
+    expect(say({ good: [3, 3, 4], bad: [2, null, null] }, wrong)).toContain(
+      "Best here: 1 – alerts on 1 of 1 run",
+    );
     expect(say({ good: [3, 3, 4], bad: [null, null, null] })).toContain(
-      "No value alerts on the run that did not complete",
+      "No value alerts on the run with a fault",
     );
-    expect(say({ good: [null, null, null] })).toBe("No value alerts on a completed run.");
-    expect(say({ good: [1, null, 2] })).toContain("No alert on the completed runs at 10.");
-    expect(say({ good: [1, 1, 2] })).toContain("false alarms");
+    expect(say({ good: [3, 3, null], fine: [2, null, null] }, { good: "yes", fine: "no" })).toContain(
+      "Best here: 10 –",
+    );
+  });
+
+  it("calls no alert wrong because its run completed", () => {
+    const read = report({ good: [1, 1, 2], fine: [1, null, null] }, { fine: "not_sure" });
+    expect(splitOf(read.values[0]!, read, STATES)).toEqual({ fault: 0, wrong: 0, open: 2 });
+    expect(advice(read, STATES, String)).toBe(
+      "There is no run to compare with. Of 2 runs nobody has said whether an alert is right: answer on the page of the alert.",
+    );
   });
 });

@@ -141,6 +141,8 @@ export interface SweptReport {
   parameter: string;
   values: SweptValue[];
   runs: string[];
+  /** Answers of people to whether the live alert of the rule config was right, by run: yes, no or not_sure. */
+  answers: ReadonlyMap<string, string>;
   /** Runs on which another rule's alert suppresses the one of this rule, at its present settings. */
   inhibited: ReadonlyMap<string, { by: string; step: number }>;
   /** The tested rule config; null if no run was evaluated. */
@@ -171,6 +173,12 @@ export function readReport(report: Record<string, unknown> | null | undefined): 
       alerts: new Map(evaluated.flatMap((run) => firstAlert(run, place))),
     })),
     runs: evaluated.map((run) => String(run["run"])),
+    answers: new Map(
+      evaluated.flatMap((run): [string, string][] => {
+        const answer = isMapping(run["was_right"]) ? run["was_right"][config] : undefined;
+        return answer === undefined ? [] : [[String(run["run"]), String(answer)]];
+      }),
+    ),
     inhibited: new Map(evaluated.flatMap((run) => firstInhibited(run, config))),
     tested: tested ?? null,
     failed: mappings(report?.["failed"]).map((entry) => ({
@@ -213,52 +221,61 @@ function firstInhibited(
   return [];
 }
 
-/** Whether a run is taken for healthy: it completed. An alert on it may be a false one. */
-export function isHealthy(state: string | undefined): boolean {
-  return state === "completed";
+/**
+ * What an alert of the rule on a run would be: right, if a person says so of the live alert or, without an answer, the run did not complete;
+ * wrong, if a person says so. That a run completed says nothing.
+ */
+export type RunKind = "fault" | "wrong" | "open";
+
+export function kindOf(run: string, report: SweptReport, states: ReadonlyMap<string, string>): RunKind {
+  const answer = report.answers.get(run) ?? "";
+  if (answer === "yes") return "fault";
+  if (answer === "no") return "wrong";
+  const state = states.get(run) ?? "completed";
+  return answer === "" && state !== "completed" ? "fault" : "open";
 }
 
-/** Number of runs that a value alerts on, by whether they completed. */
-export interface AlertSplit {
-  bad: number;
-  healthy: number;
-}
+/** Number of runs that a value alerts on, by what an alert on them is. */
+export type AlertSplit = Record<RunKind, number>;
 
 /** Return on how many runs a value alerts. */
-export function splitOf(value: SweptValue, states: ReadonlyMap<string, string>): AlertSplit {
-  const healthy = [...value.alerts.keys()].filter((run) => isHealthy(states.get(run))).length;
-  return { bad: value.alerts.size - healthy, healthy };
+export function splitOf(
+  value: SweptValue,
+  report: SweptReport,
+  states: ReadonlyMap<string, string>,
+): AlertSplit {
+  const split = { fault: 0, wrong: 0, open: 0 };
+  for (const run of value.alerts.keys()) split[kindOf(run, report, states)] += 1;
+  return split;
 }
 
-/**
- * Say which values tell the runs apart: those that alert on most runs that did not complete, and among these on the fewest that
- * completed.
- */
+/** Say which values alert on most runs with a fault, and among these on the fewest whose alert was not right. */
 export function advice(
   report: SweptReport,
   states: ReadonlyMap<string, string>,
   show: (value: number) => string,
 ): string {
-  const bad = report.runs.filter((run) => !isHealthy(states.get(run))).length;
-  const healthy = report.runs.length - bad;
-  const splits = report.values.map((value) => splitOf(value, states));
-  const quiet = report.values.filter((_, place) => splits[place]!.healthy === 0).map(({ value }) => value);
-  if (bad === 0) {
-    if (quiet.length === report.values.length) return "No value alerts on a completed run.";
-    if (quiet.length === 0) return "Every value alerts on completed runs: these may be false alarms.";
-    return `No alert on the completed runs at ${spans(quiet, report, show)}. Add runs that went wrong, to see whether they are still found.`;
-  }
-  const most = Math.max(...splits.map((split) => split.bad));
-  if (most === 0)
-    return `No value alerts on ${bad === 1 ? "the run that did not complete" : `any of the ${bad} runs that did not complete`}. Try another parameter, or another rule.`;
-  const fewest = Math.min(...splits.filter((split) => split.bad === most).map((split) => split.healthy));
+  const kinds = report.runs.map((run) => kindOf(run, report, states));
+  const count = (kind: RunKind): number => kinds.filter((each) => each === kind).length;
+  const [faults, wrong, open] = [count("fault"), count("wrong"), count("open")];
+  const splits = report.values.map((value) => splitOf(value, report, states));
+  const rest =
+    open === 0
+      ? ""
+      : ` Of ${open === 1 ? "one run" : `${open} runs`} nobody has said whether an alert is right: answer on the page of the alert.`;
+  if (faults === 0 && wrong === 0) return `There is no run to compare with.${rest}`;
+  const most = Math.max(...splits.map((split) => split.fault));
+  if (faults > 0 && most === 0)
+    return `No value alerts on ${faults === 1 ? "the run with a fault" : `any of the ${faults} runs with a fault`}. Try another parameter, or another rule.`;
+  const fewest = Math.min(...splits.filter((split) => split.fault === most).map((split) => split.wrong));
   const best = report.values
-    .filter((_, place) => splits[place]!.bad === most && splits[place]!.healthy === fewest)
+    .filter((_, place) => splits[place]!.fault === most && splits[place]!.wrong === fewest)
     .map(({ value }) => value);
-  const found = `${most} of ${bad} ${bad === 1 ? "run" : "runs"} that did not complete`;
-  const alarms =
-    healthy === 0 ? "" : ` and on ${fewest === 0 ? "none" : fewest} of ${healthy} that completed`;
-  return `Best here: ${spans(best, report, show)} – alerts on ${found}${alarms}.`;
+  const found = [
+    ...(faults === 0 ? [] : [`on ${most} of ${faults} ${faults === 1 ? "run" : "runs"} with a fault`]),
+    ...(wrong === 0 ? [] : [`on ${fewest === 0 ? "none" : fewest} of ${wrong} whose alert was not right`]),
+  ].join(" and ");
+  return `Best here: ${spans(best, report, show)} – alerts ${found}.${rest}`;
 }
 
 function spans(values: readonly number[], report: SweptReport, show: (value: number) => string): string {

@@ -94,6 +94,9 @@ describe("the verdict on a run", () => {
       "Completed, ended after step 99; every alert was resolved",
     );
     expect(title({ state: "completed" }, firing)).toBe("Completed, ended after step 99, but one alert fires");
+    const critical = { lanes: [lane("a", "firing", "critical")], marks: [mark("a", 5)] };
+    const toneOf = (parts: object): string => verdictOf(overview({ state: "completed" }, parts)).tone;
+    expect([toneOf(firing), toneOf(critical)]).toEqual(["warning", "fault"]);
     expect(title({ state: "created", last_step: -1 })).toBe("Registered, no data yet");
     expect(title({ last_step: -1 })).toBe("Running, no step yet: no alert");
     expect(title({}, firing)).toBe("Running, step 99: one alert fires");

@@ -140,7 +140,7 @@ export function verdictOf(overview: Overview): Verdict {
         "Its recorder stopped reporting, and did not say how the program ended.",
       );
     case "completed":
-      if (firing.length > 0) return of("warning", `Completed${last}, but ${counted}`);
+      if (firing.length > 0) return of(severe ? "fault" : "warning", `Completed${last}, but ${counted}`);
       if (alerts.length > 0) return of("ok", `Completed${last}; every alert was resolved`);
       return of("ok", `Completed${last}, without an alert`);
     case "created":

@@ -399,6 +399,7 @@ sa.Table(
     sa.Column("acknowledged_by", sa.String(256), nullable=False),
     sa.Column("acknowledged_ns", sa.BigInteger),
     sa.Column("acknowledgement", sa.Text, nullable=False),
+    sa.Column("was_right", sa.String(8), nullable=False, server_default=""),
     sa.UniqueConstraint("run_id", "fingerprint"),
     sa.Index("ix_alert_instances_fingerprint", "fingerprint"),
 )
