@@ -268,4 +268,4 @@ def _configs(rules: str | os.PathLike[str] | Sequence[RuleConfig] | None) -> Seq
 
 
 def _reason(config: RuleConfig, finding: Finding) -> str:
-    return f"{config.name} at step {finding.step}: {finding.message}"
+    return f"{config.name}: bad from step {finding.step}: {finding.message}"

@@ -48,7 +48,7 @@ def test_commands_record_a_run_and_stop_it(url: str, tmp_path: Path, monkeypatch
         serving.terminate()
         serving.communicate(timeout=600)
     assert done.returncode == 86, done.stderr
-    assert "rule nan_or_inf at step 50" in done.stderr
+    assert "rule nan_or_inf: bad from step 50" in done.stderr
     listed = command("runs", "list", "--store", url)
     assert (listed.returncode, "stopped" in listed.stdout) == (0, True), listed
     run = open_run(f"{url}/default/r")

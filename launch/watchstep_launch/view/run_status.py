@@ -197,7 +197,7 @@ def words_of(event: Event) -> str:
     if kind == "run.started":
         return f"started, attempt {data.get('attempt', '')}"
     if kind == "run.ended":
-        return f"{data.get('state', 'over')} after step {data.get('last_step')}"
+        return f"{data.get('state', 'over')}, ended after step {data.get('last_step')}"
     if kind.startswith("alert."):
         return _alert(kind.removeprefix("alert."), data)
     if kind == "stop.requested":

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
 
+from watchstep.platform.terminal_text import number_text
 from watchstep_rules.config import rule_config
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Phase, Transition
@@ -89,15 +90,15 @@ _SETTINGS, _DATA, _GRADIENTS, _NUMBERS, _OF_RUN = 0, 1, 3, len(_STAGES) - 1, len
 _EXACT = frozenset({"hyperparameter_jump"})
 """Rules about settings whose onset is exactly the step of the change."""
 
-_EVIDENCE_AGAINST = {
-    "hyperparameter_jump": "no recorded hyperparameter jumped",
-    "replica_divergence": "the recorded replicas agree",
-    "exploding_gradient": "no recorded gradient explodes",
-    "loss_spike": "no recorded loss has a spike",
-    "lost_progress": "no recorded loss lost its progress",
-    "nan_or_inf": "no recorded update applied NaN or infinity, and no recorded parameter contains it",
-}
-"""What follows if a rule judged rows of the attempt and never fired, in the order of data flow."""
+_OTHER_CAUSES = (
+    "hyperparameter_jump",
+    "replica_divergence",
+    "exploding_gradient",
+    "loss_spike",
+    "lost_progress",
+    "nan_or_inf",
+)
+"""Rules about usual causes, in the order of data flow. That one of them has not fired is reported; what the data contain does not follow."""
 
 
 class Onset(BaseModel):
@@ -143,7 +144,8 @@ class IncidentSummary(BaseModel):
         cause: the rule config with the likeliest cause.
         message: the finding's message of the cause.
         check_first: what to check first; empty if the rule gives no advice.
-        against: recorded evidence against other causes, as of the evaluation that last changed the incident.
+        not_fired: rules about other causes that were evaluated and have not fired, with the number of their steps, as of the evaluation that
+            last changed the incident.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -155,7 +157,7 @@ class IncidentSummary(BaseModel):
     cause: str
     message: str
     check_first: str = ""
-    against: tuple[str, ...] = ()
+    not_fired: tuple[str, ...] = ()
 
     def as_lines(self) -> list[str]:
         """Lines for a message or a terminal."""
@@ -168,7 +170,9 @@ class IncidentSummary(BaseModel):
         ]
         if self.check_first:
             lines.append(f"  check   {self.check_first}")
-        return [*lines, *(f"  against {words}" for words in self.against)]
+        if self.not_fired:
+            lines.append(f"  quiet   evaluated, did not fire: {', '.join(self.not_fired)}")
+        return lines
 
 
 def onset_changes(transitions: Iterable[Transition], begun: int | None) -> OnsetChanges:
@@ -228,13 +232,13 @@ def incident_id(project: str, run: str, attempt: str, first_step: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
 
-def summarize(identity: str, incident: Sequence[Onset], silent: Collection[str]) -> IncidentSummary:
+def summarize(identity: str, incident: Sequence[Onset], silent: Mapping[str, int]) -> IncidentSummary:
     """Summarize an incident.
 
     Args:
         identity: the id of the incident.
         incident: the onsets of the incident, as `incidents_of` returns them; at least one.
-        silent: rules that judged rows of the attempt and never fired on it.
+        silent: rules that judged rows of the attempt and never fired on it, with the number of judged steps.
     """
     ranked = _likeliest_first(incident)
     cause = ranked[0]
@@ -248,9 +252,9 @@ def summarize(identity: str, incident: Sequence[Onset], silent: Collection[str])
         cause=cause.name,
         message=cause.finding.message,
         check_first=cause.check,
-        against=tuple(
-            f"{evidence} ({rule})"
-            for rule, evidence in _EVIDENCE_AGAINST.items()
+        not_fired=tuple(
+            f"{rule} ({silent[rule]:,} step{'' if silent[rule] == 1 else 's'})"
+            for rule in _OTHER_CAUSES
             if rule in silent and rule not in fired
         ),
     )
@@ -288,7 +292,8 @@ class Explanation(BaseModel):
     """The explanation of an alert.
 
     Attributes:
-        title: the rule, severity and step.
+        title: the rule, severity, phase and step.
+        since_step: the step from which the run is bad: the first of consecutive findings.
         seen: the finding's message, with the measured values.
         where: the tensor, its module, the module's class and its role; the rank and mode.
         against: the value and the threshold.
@@ -300,6 +305,7 @@ class Explanation(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     title: str
+    since_step: int
     seen: str
     where: str
     against: str
@@ -348,14 +354,29 @@ def explain(config: RuleConfig, transition: Transition) -> Explanation:
     advice = rule.advice(finding)
     name = config.name if config.name == config.rule else f"{config.name}, of rule {config.rule}"
     return Explanation(
-        title=f"{name} ({config.severity}) {transition.phase.value} at step {transition.step}{_load(transition)}",
+        title=(
+            f"{name} ({config.severity}) {phase_words(transition.phase.value, transition.since_step, transition.step)}"
+            f"{_load(transition)}"
+        ),
+        since_step=transition.since_step,
         seen=finding.message,
         where=_where(finding),
-        against=f"{finding.value:.4g}, threshold {finding.threshold:.4g}",
+        against=f"{number_text(finding.value)}, threshold {number_text(finding.threshold)}",
         since=_since(config, transition),
         usual_causes=tuple(map(sentence, advice.usual_causes)),
         what_to_try=tuple(map(sentence, advice.what_to_try)),
     )
+
+
+def phase_words(phase: str, bad_from: int, step: int) -> str:
+    """The phase of an alert in words: ``firing: bad from step 253``, or ``resolved at step 300``.
+
+    Args:
+        phase: the phase.
+        bad_from: the first of consecutive findings.
+        step: the step at which the alert came into the phase.
+    """
+    return f"{phase}: bad from step {bad_from}" if phase == Phase.FIRING.value else f"{phase} at step {step}"
 
 
 def sentence(words: str) -> str:
@@ -385,8 +406,8 @@ def event_message(config: RuleConfig, transition: Transition, run: RunName) -> s
         "module": finding.module,
         "module_type": finding.module_type,
         "role": finding.role,
-        "value": f"{finding.value:.4g}",
-        "threshold": f"{finding.threshold:.4g}",
+        "value": number_text(finding.value),
+        "threshold": number_text(finding.threshold),
         "message": finding.message,
         "since_step": str(transition.since_step),
         **{rule_config.LABEL + name: value for name, value in config.labels.items()},

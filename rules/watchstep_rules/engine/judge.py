@@ -52,6 +52,8 @@ class RuleMemory(BaseModel):
         health: whether the rule could be evaluated.
         problem: why it could not.
         evaluated_rows: number of rows judged so far, without evidence.
+        evaluated_steps: number of their steps. A step that arrives after a later one is not counted.
+        last_step: the last of them; -1 for none.
         loaded_steps: the last steps after which the program loaded weights.
     """
 
@@ -63,6 +65,8 @@ class RuleMemory(BaseModel):
     health: RuleHealth = RuleHealth.NO_DATA
     problem: str = ""
     evaluated_rows: int = 0
+    evaluated_steps: int = 0
+    last_step: int = -1
     loaded_steps: tuple[int, ...] = ()
 
 
@@ -144,7 +148,9 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict
     state = _state(config, memory, context, clock_ns)
     state, findings = rule.evaluate(params, state, context, block, clock_ns)
     problem = "; ".join(filter(None, (unread, rule.problem(state))))[:_MOST_PROBLEM]
-    evaluated_rows = memory.evaluated_rows + _number_judged(block, demand)
+    steps = _judged_steps(block, demand)
+    later_steps = np.unique(steps[steps > memory.last_step])
+    evaluated_rows = memory.evaluated_rows + len(steps)
     tick = ClockTick(rows.progress.now, clock_ns) if rule.clock else None
     alert, transitions = memory.alert, list[Transition]()
     loads = memory.loaded_steps
@@ -163,6 +169,8 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict
         else (RuleHealth.OK if evaluated_rows or rule.clock else RuleHealth.NO_DATA),
         problem=problem,
         evaluated_rows=evaluated_rows,
+        evaluated_steps=memory.evaluated_steps + len(later_steps),
+        last_step=int(later_steps[-1]) if len(later_steps) else memory.last_step,
         loaded_steps=loads,
     )
     return Verdict(new_memory, findings, transitions)
@@ -184,18 +192,18 @@ def _apply_watermark(config: RuleConfig, memory: RuleMemory, block: Block, water
     return Verdict(memory.model_copy(update={"alert": alert}), [], transitions)
 
 
-def _number_judged(block: Block, demand: Demand) -> int:
-    """Number of judged rows that are not evidence."""
+def _judged_steps(block: Block, demand: Demand) -> NDArray[np.int64]:
+    """The steps of judged rows that are not evidence, shape (n,)."""
     needs = demand.needs
     if not needs.has_evidence:
-        return len(block)
+        return block.step
     catalogue = block.catalogue
     is_judged = _judged_tensors.get(
         catalogue,
         demand.scope_key,
         lambda: np.array([not needs.is_evidence(info) for info in catalogue], np.bool_),
     )
-    return int(np.count_nonzero(is_judged[block.tensor]))
+    return block.step[is_judged[block.tensor]]
 
 
 _judged_tensors: CatalogueCache[NDArray[np.bool_]] = CatalogueCache()

@@ -25,6 +25,7 @@ from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading import queries
 from watchstep.reading.columns import Columns, Selection
 from watchstep.reading.run import Run
+from watchstep_rules.rule import cause_rank
 
 STATISTICS = ("mean", "rms", "abs_max", "nonfinite_share")
 """The compared statistics. New nonfinite values rank first."""
@@ -165,7 +166,12 @@ def read_deviations(run: Run, attempt: str, step: int) -> RunDeviations:
         )
         if first == 0 or len(np.unique(columns["step"])) >= _FEWEST_FOR_READ:
             break
-    deviations = deviations_of([columns], [info.name for info in infos], step)
+    # Ties, such as of tensors that are all NaN, are in the order of data flow.
+    flow = sorted(range(len(infos)), key=lambda place: (cause_rank(infos[place]), infos[place].name))
+    places = np.empty(len(infos), np.int64)
+    places[flow] = np.arange(len(infos))
+    columns = {**columns, "tensor": places[columns["tensor"]]}
+    deviations = deviations_of([columns], [infos[place].name for place in flow], step)
     return RunDeviations(deviations, len(infos) - len(chosen))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Collection as Sized
 from dataclasses import dataclass, replace
@@ -100,6 +101,10 @@ class _Unit:
         self.in_step = 0.0
 
 
+_MARK_SECONDS, _MARKS = 30.0, 10
+"""Interval and number of the marks from which the cost of the last minutes follows."""
+
+
 class Budget:
     """Decides at the start of each step which collections to measure. Used on the training thread, except for `written`.
 
@@ -128,6 +133,8 @@ class Budget:
         self._steps = 0
         self._step_time: float | None = None
         self._began = clock()
+        # Time, seconds of the program and seconds spent, at intervals; the first one is some minutes ago.
+        self._marks = deque([(self._began, 0.0, 0.0)], maxlen=_MARKS)
         self._spent_in_step = 0.0
         self._own_work: OwnWork | None = None
         self._own_seconds = 0.0
@@ -220,9 +227,16 @@ class Budget:
         }
 
     def shares(self) -> dict[str, Any]:
-        """Return the cost of recording so far and the budget, as shares of the program's time. Thread-safe."""
-        program = self._program
-        return {"budget": self.share, "share": self._spent / program if program else 0.0}
+        """Return the cost of recording and the budget, as shares of the program's time: since the start, and in the last minutes. Thread-safe."""
+        program, spent = self._program, self._spent
+        _, program_before, spent_before = self._marks[0]
+        recent = program - program_before
+        return {
+            "budget": self.share,
+            "share": spent / program if program else 0.0,
+            "recent_share": (spent - spent_before) / recent if recent else None,
+            "steps": self._steps,
+        }
 
     @property
     def affords_more(self) -> bool:
@@ -314,6 +328,8 @@ class Budget:
             return
         self._steps += 1
         self._program += program_time
+        if now - self._marks[-1][0] >= _MARK_SECONDS:
+            self._marks.append((now, self._program, self._spent))
         if self._step_time is None or self._steps <= _FIRST_RECORDS:
             # The recorder's own first work may take all of the first step: no multiple of that is a limit.
             self._step_time = program_time

@@ -64,8 +64,9 @@ def histogram(data: Any) -> HistogramSeries:
         edges = np.array(data["edges"], np.int64)
         counts = np.array(data["counts"], np.int64).reshape(len(edges) - 1, len(data["lower"]))
         lower, upper = (np.array(data[name], np.float64) for name in ("lower", "upper"))
-        zeros, nonfinite = (np.array(data[name], np.int64) for name in ("zeros", "nonfinite"))
-        return HistogramSeries(edges, lower, upper, counts, zeros, nonfinite)
+        names = ("zeros", "nonfinite", "first", "last")
+        zeros, nonfinite, first, last = (np.array(data[name], np.int64) for name in names)
+        return HistogramSeries(edges, lower, upper, counts, zeros, nonfinite, first, last)
     except (KeyError, TypeError, ValueError) as error:
         raise _invalid("histograms", error) from error
 

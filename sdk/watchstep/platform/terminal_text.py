@@ -8,6 +8,7 @@ terminal goes through one of these functions; what it writes as JSON goes throug
 from __future__ import annotations
 
 import json
+import math
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Stands for a character that is not shown."""
@@ -53,3 +54,14 @@ def _escaped_line(line: str) -> str:
     if line.isprintable():
         return line
     return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in line)
+
+
+def number_text(value: float) -> str:
+    """Format a number: an integer exactly, ``49,152``; any other with four digits."""
+    if math.isfinite(value) and value == int(value) and abs(value) < _EXACT:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+_EXACT = 2**53
+"""Below it, each integer is a float64 of its own."""

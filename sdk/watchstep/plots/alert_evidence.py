@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from watchstep.format.statistics import Floats
+from watchstep.plots.binned import alone, interrupted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 800, 400
 _LARGEST, _SMALLEST = 1e300, 1e-300
 """Limits of what is drawn. Beyond, the margins of an axis would overflow."""
+
+_MOST_POINTS = 80
+"""Number of values up to which each has a point."""
 
 _DECADES = 2.5
 """Ratio of the largest to the smallest value, as a power of ten, from which an axis is logarithmic."""
@@ -37,7 +41,7 @@ class AlertEvidence:
         figure: what ``values`` are, e.g. ``l2``.
         steps: steps of the values, ascending; n of them.
         values: n values; None, NaN or infinite for values that are not finite.
-        step: step at which the rule fired.
+        step: the step of the finding.
         thresholds: the threshold at each step, n values with None where there is none; or one number for all steps; or None.
         usual_range: lower and upper end of the tensor's earlier values; None if unknown.
         stopped_at: last step of a stopped run; None if it was not stopped.
@@ -82,7 +86,7 @@ def alert_figure(evidence: AlertEvidence, width: int = WIDTH, height: int = HEIG
     draw_evidence(axes, evidence)
     place = f"{evidence.run} · " if evidence.run else ""
     figure.suptitle(
-        label(f"{place}{evidence.rule} at step {evidence.step}", width // 9),
+        label(f"{place}{evidence.rule}: bad from step {evidence.step}", width // 9),
         fontsize=11,
         x=0.01,
         ha="left",
@@ -108,10 +112,18 @@ def draw_evidence(axes: Axes, evidence: AlertEvidence) -> None:
     if evidence.usual_range is not None:
         low, high = (float(np.clip(end, -_LARGEST, _LARGEST)) for end in evidence.usual_range)
         axes.axhspan(low, high, color=BLUE, alpha=0.10, linewidth=0, label="usual range")
-    marker = "o" if len(steps) <= 80 else None
     name = evidence.figure if not evidence.tensor else f"{evidence.figure} of {evidence.tensor}"
+    gaps = [int(place) for place in np.flatnonzero(np.diff(steps) > 1) + 1]
+    x, y = interrupted(steps, values, gaps)
     axes.plot(
-        steps, values, color=BLUE, linewidth=1.4, marker=marker, markersize=3, label=legend_label(name, 64)
+        x,
+        y,
+        color=BLUE,
+        linewidth=1.4,
+        marker="o",
+        markersize=3,
+        markevery=None if len(steps) <= _MOST_POINTS else alone(y),
+        label=legend_label(name, 64),
     )
     _draw_thresholds(axes, steps, thresholds)
     if not finite.all():
@@ -124,14 +136,14 @@ def draw_evidence(axes: Axes, evidence: AlertEvidence) -> None:
             transform=axes.get_xaxis_transform(),
             label="not finite",
         )
-    axes.axvline(evidence.step, color=VERMILLION, linewidth=1.3, label=f"fired at step {evidence.step}")
+    axes.axvline(evidence.step, color=VERMILLION, linewidth=1.3, label=f"bad from step {evidence.step}")
     if evidence.stopped_at is not None:
         axes.axvline(
             evidence.stopped_at,
             color=GREY,
             linewidth=1.2,
             linestyle="--",
-            label=f"stopped at step {evidence.stopped_at}",
+            label=f"ended after step {evidence.stopped_at}",
         )
     ends = [evidence.step, *steps[[0, -1]]] if len(steps) else [evidence.step]
     # At the size of the largest steps, float64 has no numbers half a step apart.

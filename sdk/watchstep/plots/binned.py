@@ -49,7 +49,7 @@ class HeatCells:
     Attributes:
         tensors: names, in the model's order; m of them.
         edges: shape (n + 1,); column i covers the steps edges[i] … edges[i + 1] - 1.
-        values: shape (m, n); NaN where nothing was measured yet. A value is valid until the next measurement.
+        values: shape (m, n); NaN where nothing was measured.
         nonfinite: cells with NaN or infinite elements, shape (m, n).
     """
 
@@ -94,7 +94,8 @@ class NamedSeries:
     Attributes:
         name: its name.
         points: its values.
-        is_step: whether a value is valid until the next point, as for a learning rate.
+        is_step: whether a value is recorded when it changes, as a learning rate is, so that it is valid until the next point. A value of any
+            other line belongs to the steps of its point.
     """
 
     name: str
@@ -111,13 +112,19 @@ class PlotMark:
 
     Attributes:
         step: the step.
-        label: the event in a few words.
+        label: the event in a few words; of an alert, its rule; of an end, the state.
         kind: what it is; determines its colour.
     """
 
     step: int
     label: str
     kind: MarkKind = "note"
+
+    @property
+    def text(self) -> str:
+        """The event with its step: ``nan_or_inf: bad from step 253``, ``stopped: ended after step 308``, ``bundle at step 253``."""
+        relations = {"fired": ": bad from", "stopped": ": ended after"}
+        return f"{self.label}{relations.get(self.kind, ' at')} step {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,23 +197,41 @@ def shares(histogram: HistogramRows) -> Floats:
 
 
 def without_finite(histogram: HistogramRows) -> NDArray[np.bool_]:
-    """Return whether all measured elements of a row are NaN or infinite, until the next measurement, shape (n,)."""
-    finite = histogram.counts.sum(axis=1) + histogram.zeros
-    is_bad = np.where(finite + histogram.nonfinite > 0, (finite == 0).astype(np.float64), np.nan)
-    result: NDArray[np.bool_] = continued(is_bad[None, :])[0] > 0
+    """Return whether all measured elements of a row are NaN or infinite, shape (n,); false for a row that was not measured."""
+    result: NDArray[np.bool_] = (histogram.counts.sum(axis=1) + histogram.zeros == 0) & (
+        histogram.nonfinite > 0
+    )
     return result
 
 
-def continued(values: Floats) -> Floats:
-    """Return cells in which a value is valid until the next measurement.
+def parts(line: NamedSeries) -> list[slice]:
+    """Return the ranges of points that are drawn as one connected line.
 
-    Args:
-        values: shape (m, n); NaN where nothing was measured.
+    Points are connected if no step between them was skipped: a slope over steps that were not measured would show values that nobody saw.
+    Where points join several steps, a distance of one point is no gap. A line with steps is interrupted by values that are not finite only.
     """
-    columns = np.where(np.isnan(values), -1, np.arange(values.shape[1]))
-    latest = np.maximum.accumulate(columns, axis=1)
-    rows = np.arange(len(values))[:, None]
-    return np.where(latest >= 0, values[rows, np.maximum(latest, 0)], np.nan)
+    points = line.points
+    if not len(points.step):
+        return []
+    width = max(1, int((points.last_step - points.step).max()) + 1)
+    is_finite = np.isfinite(points.mean)
+    joined = is_finite[1:] & is_finite[:-1]
+    if not line.is_step:
+        joined &= points.step[1:] - points.last_step[:-1] <= width
+    starts = np.flatnonzero(np.append(True, ~joined))
+    ends = np.append(starts[1:], len(is_finite))
+    return [slice(int(a), int(b)) for a, b in zip(starts, ends, strict=True) if is_finite[a]]
+
+
+def interrupted(steps: Floats, values: Floats, places: Sequence[int]) -> tuple[Floats, Floats]:
+    """Return steps and values of a line with a NaN before each of the places, where it is interrupted."""
+    return np.insert(steps, places, np.nan), np.insert(values, places, np.nan)
+
+
+def alone(values: Floats) -> list[int]:
+    """Return the places of the values without a neighbour, which a line does not show: they are drawn as points."""
+    is_gap = np.concatenate([[True], np.isnan(values), [True]])
+    return [int(place) for place in np.flatnonzero(~is_gap[1:-1] & is_gap[:-2] & is_gap[2:])]
 
 
 def is_logarithmic(*parts: NDArray[Any]) -> bool:

@@ -26,9 +26,9 @@ from watchstep.plots.binned import (
     HistogramRows,
     NamedSeries,
     PlotMark,
-    continued,
     dense,
     is_logarithmic,
+    parts,
     shares,
     without_finite,
 )
@@ -172,7 +172,7 @@ class HeatChart:
     def of_histogram(cls, title: str, histogram: HistogramRows, marks: Sequence[PlotMark] = ()) -> HeatChart:
         """Make the chart of a distribution: one row per power of two, coloured by the share of a step's elements."""
         histogram = dense(histogram)
-        share = continued(shares(histogram)[:, ::-1].T)
+        share = shares(histogram)[:, ::-1].T
         columns = range(len(histogram.lower) - 1, -1, -1)
         names = [f"{histogram.lower[column]:.4g} to {histogram.upper[column]:.4g}" for column in columns]
         labels = [power_label(histogram, column) for column in columns]
@@ -185,7 +185,7 @@ class HeatChart:
             bad,
             marks,
             labels,
-            "no element",
+            "no element, or not measured",
         )
 
     @property
@@ -391,15 +391,16 @@ def _line_shapes(line: NamedSeries, colour: int, span: tuple[int, int], scale: _
     points = line.points
     x = _x(points.step.astype(np.float64), span)
     y = scale.position(points.mean)
+    connected = parts(line)
     shapes = []
     if (points.last_step > points.step).any():
         low, high = scale.position(points.min), scale.position(points.max)
-        for part in _parts(y):
+        for part in connected:
             there = [f"{a:.1f},{b:.1f}" for a, b in zip(x[part], high[part], strict=True)]
             back = [f"{a:.1f},{b:.1f}" for a, b in zip(x[part][::-1], low[part][::-1], strict=True)]
             shapes.append(f'<polygon class="ws-c{colour} ws-range" points="{" ".join(there + back)}"/>')
     path = []
-    for part in _parts(y):
+    for part in connected:
         xs, ys = x[part].tolist(), y[part].tolist()
         if line.is_step:
             end = float(_UNITS) if part.stop == len(y) else xs[-1]
@@ -417,13 +418,6 @@ def _line_shapes(line: NamedSeries, colour: int, span: tuple[int, int], scale: _
         ticks = "".join(f"M{a:.1f} 0V60" for a in bad)
         shapes.append(f'<path class="ws-bad" d="{ticks}"/>')
     return shapes
-
-
-def _parts(values: Floats) -> list[slice]:
-    """Return the ranges of consecutive values that are not NaN."""
-    finite = np.concatenate([[False], ~np.isnan(values), [False]])
-    changes = np.flatnonzero(finite[1:] != finite[:-1])
-    return [slice(int(start), int(end)) for start, end in zip(changes[::2], changes[1::2], strict=True)]
 
 
 def _x(steps: Floats, span: tuple[int, int]) -> Floats:
@@ -486,7 +480,7 @@ def _figure(title: str, body: str) -> str:
 def mark_entries(marks: Sequence[PlotMark], span: tuple[int, int] | None) -> list[tuple[str, str]]:
     """Return the entries of the events within the steps of a chart in its legend: class and text."""
     return [
-        (f"ws-mark ws-{mark.kind}", f"{mark.label} at step {mark.step}")
+        (f"ws-mark ws-{mark.kind}", mark.text)
         for mark in marks
         if span is None or span[0] <= mark.step <= span[1]
     ]

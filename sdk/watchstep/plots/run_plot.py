@@ -10,7 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.format.statistics import Floats
-from watchstep.plots.binned import HeatCells, Integers, NamedSeries, PlotMark, RunPicture, is_logarithmic
+from watchstep.plots.binned import (
+    HeatCells,
+    Integers,
+    NamedSeries,
+    PlotMark,
+    RunPicture,
+    alone,
+    interrupted,
+    is_logarithmic,
+    parts,
+)
 from watchstep.plots.heat import NONFINITE, OUTLIERS, scale_of
 
 if TYPE_CHECKING:
@@ -102,26 +112,24 @@ def draw_lines(axes: Axes, lines: Sequence[NamedSeries], name: str, last_step: i
         colour = CYCLE[position % len(CYCLE)]
         points = line.points
         steps, means = points.step.astype(np.float64), _drawable(points.mean)
-        if line.is_step and last_step is not None and len(steps):
-            steps, means = np.append(steps, max(last_step, steps[-1])), np.append(means, means[-1])
-        axes.plot(
-            steps,
-            means,
-            color=colour,
-            linewidth=1.3,
-            marker="." if len(steps) < 2 else None,
-            drawstyle="steps-post" if line.is_step else "default",
-            label=legend_label(line.name) if position < _MAX_LEGEND else None,
-        )
+        name_of_line = legend_label(line.name) if position < _MAX_LEGEND else None
+        if line.is_step:
+            if last_step is not None and len(steps):
+                steps, means = np.append(steps, max(last_step, steps[-1])), np.append(means, means[-1])
+            axes.plot(steps, means, color=colour, linewidth=1.3, drawstyle="steps-post", label=name_of_line)
+        else:
+            x, y = interrupted(steps, means, [part.start for part in parts(line)[1:]])
+            axes.plot(x, y, color=colour, linewidth=1.3, marker=".", markevery=alone(y), label=name_of_line)
         if (points.last_step > points.step).any():
-            axes.fill_between(
-                points.step,
-                _drawable(points.min),
-                _drawable(points.max),
-                color=colour,
-                alpha=0.18,
-                linewidth=0,
-            )
+            for part in parts(line):
+                axes.fill_between(
+                    points.step[part],
+                    _drawable(points.min)[part],
+                    _drawable(points.max)[part],
+                    color=colour,
+                    alpha=0.18,
+                    linewidth=0,
+                )
         bad.append(points.step[points.nonfinite > 0].astype(np.float64))
     bad_steps = np.unique(np.concatenate(bad)) if bad else np.empty(0)
     if len(bad_steps):
@@ -181,7 +189,7 @@ def draw_marks(axes: Axes, marks: Sequence[PlotMark], *, with_labels: bool = Fal
             color=colours[mark.kind],
             linewidth=1.2,
             linestyle="--" if mark.kind == "stopped" else ":" if mark.kind == "note" else "-",
-            label=legend_label(f"{mark.label} at step {mark.step}") if named else None,
+            label=legend_label(mark.text) if named else None,
         )
     if with_labels and marks:
         add_legend(axes, frameon=False)

@@ -13,7 +13,6 @@ from watchstep.plots.binned import (
     HistogramRows,
     NamedSeries,
     PlotMark,
-    continued,
     dense,
     shares,
     without_finite,
@@ -70,7 +69,7 @@ def draw_histogram(axes: Axes, histogram: HistogramRows) -> None:
     from watchstep.plots.plot_figure import HEAT, PLAIN
 
     histogram = dense(histogram)
-    share = continued(shares(histogram).T).T
+    share = shares(histogram)
     measured = np.where(share > 0, share, np.nan)
     axes.set_title("elements by power of two, share of a step", fontsize=9, loc="left")
     if not share.shape[1]:

@@ -2,6 +2,9 @@
 
 Objects are read one by one, and each adds its rows to the cells of its tensors. Rows of a compacted object are ordered by tensor and step,
 so the rows of a cell follow each other and are reduced together; rows in another order are sorted first.
+
+A value belongs to the steps at which it was measured, so a cell without a measurement is empty. Columns are as wide as the usual distance
+between two measurements of a tensor: tensors that are measured at every tenth step have columns of ten steps, and an empty cell is a gap.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Mode, mode_index
 from watchstep.reading.columns import Columns, Selection, figure_of, needs_of
 from watchstep.reading.index import RunIndex
-from watchstep.reading.queries import REDUCTIONS, Heatmap, Reduce, columns_of, edges_between
+from watchstep.reading.queries import REDUCTIONS, Heatmap, Reduce, columns_of, edges_between, usual_distance
 
 _NONFINITE = ("nan", "pos_inf", "neg_inf")
 _CELL_BYTES = 40
@@ -31,7 +34,7 @@ class GridRequest:
     Attributes:
         tensors: names, one for each row; m of them, each once.
         figure: as for `Run.series`.
-        columns: maximum number of columns. A range with fewer steps has one column for each step.
+        columns: maximum number of columns. There are fewer if the tensors are measured less often.
         mode: only rows of this mode; None for all.
         first: first step.
         last: last step.
@@ -187,17 +190,28 @@ class _Cells:
 
     def grid(self) -> Grid:
         """Return the grid of all added rows."""
-        empty = self._count == 0
-        with np.errstate(invalid="ignore"):
-            mean = self._total / np.maximum(self._count, 1)
-        for name, values in zip(REDUCTIONS, (mean, self._low, self._high), strict=True):
-            values[empty if name in self._request.reductions else slice(None)] = np.nan
-        return Grid(
-            self._request.tensors,
-            self._edges,
-            self._count.reshape(self._shape),
-            mean.reshape(self._shape),
-            self._low.reshape(self._shape),
-            self._high.reshape(self._shape),
-            self._nonfinite.reshape(self._shape),
+        columns = max(1, self._shape[1] // self._usual_distance())
+        starts = -(-np.arange(columns) * self._shape[1] // columns)
+        shape = self._shape[0], columns
+        count, total, low, high, nonfinite = (
+            join.reduceat(cells.reshape(self._shape), starts, axis=1)
+            for cells, join in (
+                (self._count, np.add),
+                (self._total, np.add),
+                (self._low, np.minimum),
+                (self._high, np.maximum),
+                (self._nonfinite, np.add),
+            )
         )
+        with np.errstate(invalid="ignore"):
+            mean = total / np.maximum(count, 1)
+        for name, values in zip(REDUCTIONS, (mean, low, high), strict=True):
+            values[count == 0 if name in self._request.reductions else np.ones(shape, np.bool_)] = np.nan
+        edges = np.append(self._edges[starts], self._edges[-1])
+        return Grid(self._request.tensors, edges, count, mean, low, high, nonfinite)
+
+    def _usual_distance(self) -> int:
+        """Return the usual distance between two measurements of a tensor, in columns."""
+        measured = ((self._count > 0) | (self._nonfinite > 0)).reshape(self._shape)
+        rows, columns = np.nonzero(measured)
+        return usual_distance(np.diff(columns)[np.diff(rows) == 0])

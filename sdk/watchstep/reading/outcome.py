@@ -14,7 +14,7 @@ from watchstep.plots.binned import PlotMark
 from watchstep.reading.run_documents import END, get_document, read_documents, read_state
 from watchstep.store.store import Store
 
-_RULE_STOP = re.compile(r"rule (\S{1,128}) at step (\d{1,18}): ")
+_RULE_STOP = re.compile(r"rule (\S{1,128}): bad from step (\d{1,18}): (.*)", re.DOTALL)
 """Beginning of the reason of a stop by a rule, as the service and a guard write it."""
 
 _MAX_BUNDLES = 8
@@ -28,10 +28,28 @@ _OPEN = {
 
 @dataclass(frozen=True)
 class RuleStop:
-    """The rule that stopped a run."""
+    """The rule that stopped a run.
+
+    Attributes:
+        rule: name of the rule config.
+        step: the step from which the run is bad, the first one of its findings.
+        message: the finding in one line.
+    """
 
     rule: str
     step: int
+    message: str
+
+
+def ended_after(bad_from: int, last_step: int) -> str:
+    """Say what the end of a run that was bad cost: ``ended after step 308, 56 steps lost``.
+
+    Args:
+        bad_from: the step from which it was bad.
+        last_step: the last step that it finished.
+    """
+    lost = max(0, last_step - bad_from + 1)
+    return f"ended after step {last_step}, {lost:,} step{'' if lost == 1 else 's'} lost"
 
 
 @dataclass(frozen=True)
@@ -54,34 +72,34 @@ class RunOutcome:
 
     @property
     def rule_stop(self) -> RuleStop | None:
-        """The rule and the step of its alert, if a rule stopped the run."""
+        """The rule and the step from which the run was bad, if a rule stopped the run."""
         match = _RULE_STOP.match(self.reason) if self.state in {"stopped", "stopping"} else None
-        return None if match is None else RuleStop(match[1], int(match[2]))
+        return None if match is None else RuleStop(match[1], int(match[2]), match[3])
 
     def as_sentence(self, run: str) -> str:
         """Say what happened to the run of this name, in one or two sentences."""
         last = f"the last step is {self.last_step}" if self.last_step >= 0 else "it has no step"
+        ended = f"it ended after step {self.last_step}" if self.last_step >= 0 else "it has no step"
         if self.state == "completed":
-            return f"Run {run} completed; {last}."
+            return f"Run {run} completed; {ended}."
         if self.state == "stopped":
             rule = self.rule_stop
             if rule is None:
-                return f"Run {run} was stopped after step {self.last_step}. {_sentence(self.reason)}".strip()
-            because = self.reason.split(": ", 1)[1]
+                return f"Run {run} was stopped; {ended}. {_sentence(self.reason)}".strip()
             return (
-                f"Run {run} was stopped after step {self.last_step} by rule {rule.rule}, which fired at step {rule.step}. "
-                f"{_sentence(because)}"
+                f"Run {run} was stopped by rule {rule.rule}: bad from step {rule.step}, "
+                f"{ended_after(rule.step, self.last_step)}. {_sentence(rule.message)}"
             )
         if self.state == "failed":
-            return f"Run {run} failed after step {self.last_step}. {_sentence(self.reason)}".strip()
+            return f"Run {run} failed; {ended}. {_sentence(self.reason)}".strip()
         if self.state == "damaged":
             return f"Run {run} has a damaged document. {_sentence(self.reason)}"
         return f"Run {run} {_OPEN.get(self.state, self.state)}; {last}."
 
     def marks(self) -> list[PlotMark]:
-        """Return its events for pictures: the alert that stopped it, the stop, and bundled steps."""
+        """Return its events for pictures: the alert that stopped it, its end, and bundled steps."""
         rule = self.rule_stop
-        marks = [] if rule is None else [PlotMark(rule.step, f"{rule.rule} fired", "fired")]
+        marks = [] if rule is None else [PlotMark(rule.step, rule.rule, "fired")]
         if self.state == "stopped":
             marks.append(PlotMark(self.last_step, "stopped", "stopped"))
         elif self.state == "failed":

@@ -11,7 +11,7 @@ import numpy as np
 from watchstep.errors import ConfigError
 from watchstep.format.tensors import GRADIENTS, METRICS, MODES, TensorInfo
 from watchstep.plots.alert_evidence import AlertEvidence
-from watchstep.plots.binned import HeatCells, NamedSeries, PlotMark, RunPicture, continued
+from watchstep.plots.binned import HeatCells, NamedSeries, PlotMark, RunPicture
 from watchstep.reading import queries
 from watchstep.reading.binning import Line, SeriesRequest, bin_values, read_lines
 from watchstep.reading.columns import Columns, Selection
@@ -95,14 +95,7 @@ def named_lines(lines: Sequence[Line], name: str) -> list[NamedSeries]:
         parts += [f"replica {line.replica}, {line.stage}"] if len(others) > 1 else []
         return f"{name} ({', '.join(parts)})" if parts else name
 
-    return [NamedSeries(text(line), line, is_step=_is_sparse(line)) for line in lines]
-
-
-def _is_sparse(line: Line) -> bool:
-    """Whether fewer than half of the steps were measured. A slope between distant measurements would show a change that nobody saw."""
-    count = len(line.step)
-    is_binned = bool((line.last_step > line.step).any())
-    return not is_binned and 0 < 2 * count < int(line.last_step[-1]) - int(line.step[0]) + 1
+    return [NamedSeries(text(line), line) for line in lines]
 
 
 def heatmap_names(index: RunIndex, collection: str) -> list[str]:
@@ -116,7 +109,7 @@ def _model_order(info: TensorInfo) -> tuple[int, str]:
 
 
 def heat_cells(index: RunIndex, names: list[str], statistic: str, columns: int) -> HeatCells | None:
-    """Return a figure of tensors over the steps of mode train: the largest value of each cell, until the next measurement.
+    """Return a figure of tensors over the steps of mode train: the largest value of each cell.
 
     Args:
         index: the run's index.
@@ -127,8 +120,7 @@ def heat_cells(index: RunIndex, names: list[str], statistic: str, columns: int) 
     if not names:
         return None
     grid = read_grid(index, GridRequest(tuple(names), statistic, columns, nonfinite=True))
-    bad = np.where(grid.nonfinite > 0, 1.0, np.where(grid.count > 0, 0.0, np.nan))
-    return HeatCells(names, grid.edges, continued(grid.max), continued(bad) > 0)
+    return HeatCells(names, grid.edges, grid.max, grid.nonfinite > 0)
 
 
 def run_picture(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +93,8 @@ class Heatmap:
 class HistogramSeries:
     """Exponent histograms of one tensor over the steps, in bins of steps.
 
+    A bin without a measurement is a gap, and has no element.
+
     Attributes:
         edges: int64 of shape (n + 1,); row i covers the steps edges[i] … edges[i + 1] - 1.
         lower: float64 of shape (m,); elements of column j are between lower[j] and upper[j], ascending.
@@ -100,6 +102,8 @@ class HistogramSeries:
         counts: int64 of shape (n, m); elements, added over the steps of a row.
         zeros: int64 of shape (n,); elements equal to zero, which are in no column.
         nonfinite: int64 of shape (n,).
+        first: int64 of shape (n,); the first measured step of each row, -1 for none.
+        last: int64 of shape (n,); the last measured step of each row, -1 for none.
     """
 
     edges: NDArray[np.int64]
@@ -108,6 +112,8 @@ class HistogramSeries:
     counts: NDArray[np.int64]
     zeros: NDArray[np.int64]
     nonfinite: NDArray[np.int64]
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
 
 
 def columns_of(index: RunIndex, figures: Sequence[str], selection: Selection, *, merge: bool) -> Columns:
@@ -154,6 +160,15 @@ def as_table(index: RunIndex, data: Columns, figures: Sequence[str], chosen: NDA
     )
 
 
+_USUAL = 0.9
+"""Quantile of the distances between measurements that counts as usual: a longer one is a gap."""
+
+
+def usual_distance(distances: NDArray[np.integer[Any]]) -> int:
+    """Return the usual distance between two measurements, so that a column of this width has one; 1 without any."""
+    return max(1, int(np.quantile(distances, _USUAL, method="lower"))) if len(distances) else 1
+
+
 def edges_between(first: int, last: int, bins: int) -> NDArray[np.int64]:
     """Return the edges of at most ``bins`` bins of nearly equal width; one bin per step if there are fewer steps."""
     steps = max(0, last - first + 1)
@@ -184,6 +199,11 @@ def histogram(
         )
     edges = edges_between(int(step.min()), int(step.max()), steps)
     rows = len(edges) - 1
+    measured = np.unique(step).astype(np.int64)
+    starts = np.searchsorted(measured, edges)
+    has_record = starts[1:] > starts[:-1]
+    firsts = np.where(has_record, measured[np.minimum(starts[:-1], len(measured) - 1)], -1)
+    lasts = np.where(has_record, measured[starts[1:] - 1], -1)
     zeros, nonfinite = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
     sums = Histograms.empty(rows)
     counted = replace(selection, columns=("zero", "nan", "pos_inf", "neg_inf"))
@@ -209,7 +229,14 @@ def histogram(
         np.repeat(np.arange(rows), np.diff(sums_of_bins.offsets)), np.searchsorted(bins, sums_of_bins.bins)
     ] = sums_of_bins.counts
     return HistogramSeries(
-        edges, np.minimum(near, far)[order], np.maximum(near, far)[order], counts[:, order], zeros, nonfinite
+        edges,
+        np.minimum(near, far)[order],
+        np.maximum(near, far)[order],
+        counts[:, order],
+        zeros,
+        nonfinite,
+        firsts,
+        lasts,
     )
 
 

@@ -537,7 +537,7 @@ class Run:
         Args:
             tensors: a collection, or names.
             figure: as for `series`.
-            bins: maximum number of bins. A run with fewer steps has one bin for each step.
+            bins: maximum number of bins. There are fewer if the tensors are measured less often.
             mode: only rows of this mode.
             reduce: how the finite values of a bin (its steps, and workers with whole tensors) are combined.
 

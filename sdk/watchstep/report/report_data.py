@@ -62,7 +62,7 @@ class ReportedAlert:
         name: name of the rule config.
         severity: its severity; empty if unknown.
         phase: pending, firing or resolved.
-        step: step of its finding.
+        step: the step from which the run is bad, the first one of its findings.
         message: the finding.
         where: the tensor and its module.
         causes: the usual causes.
@@ -154,9 +154,9 @@ def collect_report(run: Run, service: Client | None = None) -> RunReport:
     marks = outcome.marks()
     marked = {mark.label for mark in marks}
     marks += [
-        PlotMark(alert.step, f"{alert.name} fired", "fired")
+        PlotMark(alert.step, alert.name, "fired")
         for alert in alerts
-        if alert.step >= 0 and alert.phase != "pending" and f"{alert.name} fired" not in marked
+        if alert.step >= 0 and alert.phase != "pending" and alert.name not in marked
     ][:_MAX_TENSORS]
     index = run.index
     heats = []
@@ -219,15 +219,16 @@ def _stored_alerts(outcome: RunOutcome, last: int, note: str) -> _Alerts:
     stop = outcome.rule_stop
     if stop is None:
         return _Alerts((), (), notes=[note])
-    message = outcome.reason.split(": ", 1)[1]
     lane = Lane(stop.rule, [("fired", stop.step, max(last, stop.step))])
-    return _Alerts([ReportedAlert(name=stop.rule, step=stop.step, message=message)], [lane], notes=[note])
+    return _Alerts(
+        [ReportedAlert(name=stop.rule, step=stop.step, message=stop.message)], [lane], notes=[note]
+    )
 
 
 def _reported(alert: Alert) -> ReportedAlert:
     finding, details = alert.finding or {}, alert.details or {}
     explanation = details.get("explanation") or {}
-    step = finding.get("step")
+    step = details.get("since_step", finding.get("step"))
     return ReportedAlert(
         name=alert.name,
         severity=alert.severity,

@@ -155,7 +155,7 @@ def _alerts(report: RunReport) -> str:
 
 def _alert(alert: ReportedAlert) -> str:
     severity = f" ({alert.severity})" if alert.severity else ""
-    heading = f"{alert.name}{severity} {alert.phase} at step {alert.step}"
+    heading = f"{alert.name}{severity}: bad from step {alert.step}; {alert.phase}"
     where = f'<p class="soft">{html_text(alert.where)}</p>' if alert.where else ""
     lists = "".join(
         f"<details><summary>{name}</summary><ul>{''.join(f'<li>{html_text(line)}</li>' for line in lines)}</ul></details>"
@@ -186,9 +186,7 @@ def _heatmaps(heatmaps: Sequence[HeatChart], charts: _Charts) -> str:
         if len(heatmaps) > 1
         else ""
     )
-    note = (
-        "The largest value of each cell, in the model's order. A value is shown until the next measurement."
-    )
+    note = "The largest value of each cell, in the model's order. A cell without a measurement is empty."
     panels = "".join(f'<div class="heatmap">{charts.add(chart, "")}</div>' for chart in heatmaps)
     return _section("Layers", f'{choice}{panels}<p class="soft">{note}</p>')
 

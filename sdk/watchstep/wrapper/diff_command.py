@@ -1,4 +1,4 @@
-"""``watchstep diff RUN_A RUN_B``: the first step and tensor that differ, and with traces the first operation."""
+"""``watchstep diff RUN_A RUN_B``: the settings that differ, then the first step and tensor, and with traces the first operation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 from watchstep.errors import ConfigError
 from watchstep.hook import STORE
 from watchstep.platform.terminal_text import escaped_json, printable
 from watchstep.reading.comparison.diff import RunDifference, diff
+from watchstep.reading.comparison.settings import DifferingSetting, differing_settings
 from watchstep.reading.comparison.tolerances import DEFAULT_UNITS, UNIT_ROUNDOFF, Tolerances
 from watchstep.reading.run_lookup import find_run
 from watchstep.trace.comparison import TraceDifference, compare_traces
@@ -22,6 +24,7 @@ from watchstep.trace.trace_file import read_trace
 
 _DEFAULT_STORE = "watchstep-runs"
 _MAX_NAMES = 10
+_MAX_SETTINGS = 20
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,8 +35,8 @@ def parser() -> argparse.ArgumentParser:
     )
     parsed = argparse.ArgumentParser(
         prog="watchstep diff",
-        description="Show the first step and tensor at which two runs differ, and with --traces the first operation. Exit code 0 if they are "
-        "equal, 1 if they differ, 2 for an error.",
+        description="Show the settings that differ between two runs, then the first step and tensor at which their records differ, and with "
+        "--traces the first operation. Exit code 0 if the records are equal, 1 if they differ, 2 for an error.",
     )
     parsed.add_argument(
         "runs", nargs="*", metavar="RUN", help="two runs: run id, <project>/<run>, or the URL of a run"
@@ -85,14 +88,16 @@ def main(arguments: Sequence[str]) -> NoReturn:
         raise ConfigError(f"--most {options.most}", "use a number from 1")
     tolerances = Tolerances.uniform(0.0) if options.exact else Tolerances.parse(options.tolerance or ())
     difference: RunDifference | None = None
+    settings: list[DifferingSetting] = []
     if options.runs:
         store = options.store or os.environ.get(STORE) or _DEFAULT_STORE
         run_a, run_b = (find_run(run, store) for run in options.runs)
         difference = diff(run_a, run_b, tolerances)
+        settings = differing_settings([run_a, run_b]).differing
         if not difference.compared and not difference.values and options.traces is None:
             raise ConfigError(
-                f"runs {options.runs[0]} and {options.runs[1]} have no recorded row in common",
-                "compare runs of one program that recorded the same steps",
+                f"runs {options.runs[0]} and {options.runs[1]} have no recorded row in common that can be compared",
+                "compare runs of one program that recorded the same steps, with batches of one size",
             )
     traces = None
     if options.traces is not None:
@@ -100,10 +105,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
     compared = None if traces is None else compare_traces(traces[0], traces[1], tolerances)
     trace = None if traces is None else traces[0]
     if options.json:
-        _print_json(options.runs, difference, trace, compared, options.most)
+        _print_json(options.runs, (settings, difference), (trace, compared), options.most)
     else:
         if difference is not None:
-            lines = difference_lines(difference, options.runs, options.most)
+            lines = [
+                *setting_lines(settings, options.runs),
+                *difference_lines(difference, options.runs, options.most),
+            ]
             sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
         if trace is not None and compared is not None:
             sys.stdout.write(render_trace_difference(trace, compared))
@@ -115,13 +123,15 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def _print_json(
     runs: Sequence[str],
-    difference: RunDifference | None,
-    trace: Trace | None,
-    compared: TraceDifference | None,
+    of_runs: tuple[list[DifferingSetting], RunDifference | None],
+    of_traces: tuple[Trace | None, TraceDifference | None],
     most: int,
 ) -> None:
     data: dict[str, Any] = {"runs": list(runs)}
+    settings, difference = of_runs
+    trace, compared = of_traces
     if difference is not None:
+        data["settings"] = [asdict(setting) for setting in settings]
         data |= difference_data(difference, most)
     if trace is not None and compared is not None:
         data["traces"] = trace_difference_data(trace, compared)
@@ -145,6 +155,14 @@ def difference_data(difference: RunDifference, most: int) -> dict[str, Any]:
         "differences": difference.table.num_rows,
         "rows": difference.table.slice(0, most).to_pylist(),
     }
+
+
+def setting_lines(settings: Sequence[DifferingSetting], runs: Sequence[str]) -> Iterator[str]:
+    """Yield the settings that differ between two runs as lines of text."""
+    for setting in settings[:_MAX_SETTINGS]:
+        yield f"{setting.source} differs: {setting.as_line(runs)}"
+    if len(settings) > _MAX_SETTINGS:
+        yield f"and {len(settings) - _MAX_SETTINGS} more settings differ"
 
 
 def difference_lines(difference: RunDifference, runs: Sequence[str], most: int) -> Iterator[str]:

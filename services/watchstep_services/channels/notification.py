@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from watchstep.errors import FormatError
-from watchstep_rules.engine.incident import Explanation, IncidentSummary
+from watchstep_rules.engine.incident import Explanation, IncidentSummary, phase_words
 from watchstep_services.core.events import project_url, rfc3339, run_url
 
 Status = Literal["firing", "resolved"]
@@ -71,6 +71,12 @@ class NotifiedAlert:
     acknowledged_by: str = ""
     incident: IncidentSummary | None = None
     url: str = ""
+
+    @property
+    def phase_words(self) -> str:
+        """Its phase in words: ``firing: bad from step 253``, or ``resolved at step 300``."""
+        bad_from = self.step if self.explanation is None else self.explanation.since_step
+        return phase_words(self.phase, bad_from, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ def _picture(picture: MessagePicture, colour: str) -> dict[str, Any]:
 
 def _alert_text(alert: NotifiedAlert) -> str:
     name = _link(alert.url, _escape(alert.name)) if alert.url else _escape(alert.name)
-    lines = [f"*{name}* ({_escape(alert.severity)}) {alert.phase} at step {alert.step}"]
+    lines = [f"*{name}* ({_escape(alert.severity)}) {alert.phase_words}"]
     explained = alert.explanation
     if explained is None or alert.message != explained.seen:
         lines.append(_escape(alert.message))

@@ -126,7 +126,7 @@ def _body(message: Message, alerts: int, lines: int) -> Iterator[Element]:
 
 
 def _alert(alert: NotifiedAlert) -> Iterator[Element]:
-    state = _run(f" ({alert.severity}) {alert.phase} at step {alert.step}")
+    state = _run(f" ({alert.severity}) {alert.phase_words}")
     name = _run(alert.name, weight="Bolder")
     if alert.url:
         name["selectAction"] = {"type": "Action.OpenUrl", "url": alert.url}

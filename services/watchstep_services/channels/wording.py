@@ -58,7 +58,7 @@ FIELDS: dict[str, str] = {
 TEXT_FIELDS = {
     **FIELDS,
     "alerts": "all alerts, each by the template for one",
-    "incidents": "each incident of several alerts: the likeliest cause, what to check first, what contradicts it",
+    "incidents": "each incident of several alerts: the likeliest cause, what to check first, which rules did not fire",
 }
 """Fields of a text."""
 
@@ -168,7 +168,7 @@ def _of_alert(alert: NotifiedAlert) -> dict[str, str]:
         "attempt": alert.attempt,
         "step": str(alert.step),
         "message": alert.message,
-        "title": f"{alert.name} ({alert.severity}) {alert.phase} at step {alert.step}",
+        "title": f"{alert.name} ({alert.severity}) {alert.phase_words}",
         "acknowledged_by": alert.acknowledged_by or "-",
         "alert_url": alert.url,
         **{rule_config.LABEL + name: value for name, value in alert.labels.items()},

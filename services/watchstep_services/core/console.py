@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from watchstep.platform.terminal_console import TerminalConsole
-from watchstep.platform.terminal_text import escaped_json, printable
+from watchstep.platform.terminal_text import escaped_json, number_text, printable
 
 _PIPE = 100
 _NARROW = 12
@@ -92,8 +92,8 @@ def show(shown: Table) -> None:
 
 
 def figure(value: float | None) -> str:
-    """A number with four digits; a dash for None."""
-    return "-" if value is None else f"{value:.4g}"
+    """A number as `number_text` formats it; a dash for None."""
+    return "-" if value is None else number_text(value)
 
 
 def moment(at_ns: int) -> str:

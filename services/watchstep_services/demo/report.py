@@ -23,6 +23,7 @@ from watchstep.format.tensors import GRADIENTS
 from watchstep.platform.terminal_text import printable
 from watchstep.plots.binned import NamedSeries, PlotMark
 from watchstep.reading.binning import bin_values
+from watchstep.reading.outcome import ended_after
 from watchstep.reading.pictures import heat_cells
 from watchstep.reading.run import Run
 from watchstep_services.core.console import figure, table
@@ -87,7 +88,7 @@ def draw_png(evidence: Evidence, path: Path) -> None:
     ]
     draw_lines(top, lines, "loss")
     marks = [
-        PlotMark(evidence.bad_step, "bad", "fired"),
+        PlotMark(evidence.bad_step, "faulty run", "fired"),
         PlotMark(evidence.stopped_at, "stopped", "stopped"),
     ]
     draw_marks(top, marks, with_labels=True)
@@ -291,14 +292,20 @@ def _lines(
     delay = "" if seconds is None else f", {seconds:.2f} s after the bad step"
     return [
         ("rule", f"{alert['rule']} ({alert['severity']})"),
-        ("step", f"{finding['step']}"),
+        ("bad", f"from step {finding['step']}"),
         ("layer", layer if finding["module"] else finding["tensor"]),
-        ("value", f"{finding['value']:g}, threshold {finding['threshold']:g}: {finding['message']}"),
+        ("found", finding["message"]),
         ("why", _cause(finding)),
-        ("stopped", f"after step {outcome.stopped_at_step}{delay}"),
+        ("ended", _end(outcome, int(finding["step"]), delay)),
         ("healthy", f"the same program on clean data: {healthy.state}, no alert"),
         ("picture", str(picture)),
     ]
+
+
+def _end(outcome: TrainingOutcome, bad_from: int, delay: str) -> str:
+    if outcome.stopped_at_step is None:
+        return f"{outcome.state}, not stopped"
+    return f"{ended_after(bad_from, outcome.stopped_at_step).removeprefix('ended ')}{delay}"
 
 
 def _cause(finding: dict[str, Any]) -> str:

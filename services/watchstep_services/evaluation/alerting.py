@@ -421,6 +421,4 @@ def _post(session: Session, context: EventContext, urls: Sequence[str], event: C
 
 
 def _reason(context: EventContext, config: RuleConfig, transition: Transition) -> str:
-    return (
-        f"rule {config.name} at step {transition.step}: {event_message(config, transition, _named(context))}"
-    )
+    return f"rule {config.name}: bad from step {transition.since_step}: {event_message(config, transition, _named(context))}"

@@ -161,17 +161,19 @@ def _onset(judged: Judged, transition: Transition) -> Onset:
     )
 
 
-def _silent(judged: Sequence[Judged]) -> set[str]:
-    """Rules that evaluated rows of the attempt without a firing alert."""
-    return {
-        entry.config.rule
-        for entry in judged
-        if entry.config is not None
-        and entry.memory.health is RuleHealth.OK
-        and entry.memory.evaluated_rows > 0
-        and entry.memory.alert.phase in (Phase.INACTIVE, Phase.PENDING)
-        and entry.memory.alert.closed_to < 0
-    }
+def _silent(judged: Sequence[Judged]) -> dict[str, int]:
+    """Rules that evaluated rows of the attempt and have not fired in any of their configs, with the number of judged steps."""
+    silent: dict[str, int] = {}
+    fired: set[str] = set()
+    for entry in judged:
+        if entry.config is None:
+            continue
+        memory, rule = entry.memory, entry.config.rule
+        if memory.alert.phase not in (Phase.INACTIVE, Phase.PENDING) or memory.alert.closed_to >= 0:
+            fired.add(rule)
+        elif memory.health is RuleHealth.OK and memory.evaluated_steps > 0:
+            silent[rule] = max(silent.get(rule, 0), memory.evaluated_steps)
+    return {rule: steps for rule, steps in silent.items() if rule not in fired}
 
 
 def _write(
@@ -179,7 +181,7 @@ def _write(
     context: EventContext,
     before: dict[str, Incident],
     onsets: Iterable[Onset],
-    silent: set[str],
+    silent: Mapping[str, int],
 ) -> Incidents:
     by_config: dict[int, IncidentSummary] = {}
     remaining = dict(before)

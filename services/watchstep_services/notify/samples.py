@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
-from watchstep_rules.engine.incident import Explanation
+from watchstep_rules.engine.incident import Explanation, phase_words
 from watchstep_services.channels.notification import (
     Notification,
     NotifiedAlert,
@@ -36,7 +36,8 @@ def example(service: Service, project: str, status: Status, at_ns: int) -> Notif
         labels=alert_labels(own, {}),
         message="This is a test notification. No run has a problem.",
         explanation=Explanation(
-            title=f"test (info) {status} at step 0",
+            title=f"test (info) {phase_words(status, 0, 0)}",
+            since_step=0,
             seen="nothing: a user tests this receiver",
             where="no tensor",
             against="nothing",

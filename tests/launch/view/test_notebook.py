@@ -130,7 +130,9 @@ def test_a_cell_is_changed_in_place_until_its_rule_has_stopped_the_job(jobs_note
     head, *_ = lines = text.splitlines()
     assert head.startswith("default/night  stopped after ")
     assert head.endswith(" ended with exit code 86")
-    fired = "non_finite_values (warning) firing at step 60: 1 NaN among 1 elements of loss, 0 tolerated"
+    fired = (
+        "non_finite_values (warning) firing: bad from step 60: 1 NaN among 1 elements of loss, 0 tolerated"
+    )
     assert any(line.endswith(fired) for line in lines)
     assert "\N{MULTIPLICATION SIGN}" in text
     html = output.data["text/html"]

@@ -100,7 +100,8 @@ def test_a_line_for_each_event_and_each_once(
     lines = [line.partition(" ")[2] for line in (seen + capsys.readouterr().err).splitlines()]
     assert lines == [f"vision/run-1: {words_of(event)}" for event in client.events("run-1")]
     assert any(
-        line.startswith("vision/run-1: non_finite_values (critical) firing at step 15: ") for line in lines
+        line.startswith("vision/run-1: non_finite_values (critical) firing: bad from step 15: ")
+        for line in lines
     )
     assert seen
 
@@ -163,7 +164,7 @@ def test_the_command_shows_it_to_its_end(
     words = ["watch", "vision/run-1", "--service", client._transport.address.url, "--lines"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert (done.exit_code, done.stdout) == (0, "")
-    assert "vision/run-1: non_finite_values (critical) firing at step 15" in done.stderr
+    assert "vision/run-1: non_finite_values (critical) firing: bad from step 15" in done.stderr
     done = CliRunner().invoke(app, [*words[:-1], "--json"], catch_exceptions=False)
     assert (done.exit_code, done.stderr) == (0, "")
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
@@ -190,7 +191,7 @@ def test_all_that_there_is_to_see() -> None:
         "rules  1 firing, 1 inactive, 1 no data",
         "  ● nan_or_inf  firing",
         "never  stop requested: NaN in loss",
-        "never  stopped after step 628",
+        "never  stopped, ended after step 628",
         "no answer from the service: http://127.0.0.1:9: no answer",
     ]
 
@@ -203,7 +204,7 @@ def test_before_anything_is_known() -> None:
 
 
 def test_what_does_not_fit_goes_on_below_and_nothing_is_cut_off() -> None:
-    reason = "rule nan_or_inf at step 600: 32 NaN among 32 elements of 1:output"
+    reason = "rule nan_or_inf: bad from step 600: 32 NaN among 32 elements of 1:output"
     event = Event("1", "io.watchstep.stop.requested", "", "never", {**RUN, "reason": reason}, {})
     narrow = text_of(
         RunStatus("default/20261122-121517-a8c3ce", "running", events=(event,)), "job slurm:7 queued", 40
@@ -212,9 +213,9 @@ def test_what_does_not_fit_goes_on_below_and_nothing_is_cut_off() -> None:
         "default/20261122-121517-a8c3ce  running",
         "for 0 s  job slurm:7 queued",
         "step  -",
-        "never  stop requested: rule nan_or_inf",
-        "       at step 600: 32 NaN among 32",
-        "       elements of 1:output",
+        "never  stop requested: rule nan_or_inf:",
+        "       bad from step 600: 32 NaN among",
+        "       32 elements of 1:output",
     ]
 
 
@@ -293,9 +294,9 @@ def test_a_notebook_gets_colours_and_plain_text() -> None:
     ("kind", "data", "said"),
     [
         ("run.started", {"attempt": "a1"}, "started, attempt a1"),
-        ("run.ended", {"state": "failed", "last_step": 3}, "failed after step 3"),
-        ("alert.firing", {"explanation": {"title": "r (warning) firing at step 4", "seen": "16 NaN"}, "message": ""},
-         "r (warning) firing at step 4: 16 NaN"),
+        ("run.ended", {"state": "failed", "last_step": 3}, "failed, ended after step 3"),
+        ("alert.firing", {"explanation": {"title": "r (warning) firing: bad from step 4", "seen": "16 NaN"}, "message": ""},
+         "r (warning) firing: bad from step 4: 16 NaN"),
         ("alert.firing", {"name": "r", "step": 4, "message": "look", "inhibited_by": "q", "dry_run": True},
          "r firing at step 4: look; kept quiet by q (dry run)"),
         ("alert.resolved", {"explanation": {"title": "r (warning) resolved at step 9"}}, "r (warning) resolved at step 9"),

@@ -86,20 +86,21 @@ LEARNING_RATE = (
 
 def test_what_follows_from_a_learning_rate_is_one_incident_whose_cause_it_is() -> None:
     (incident,) = incidents_of(LEARNING_RATE)
-    summary = summarize("abc", incident, {"replica_divergence", "nan_or_inf"})
+    summary = summarize("abc", incident, {"replica_divergence": 1206, "nan_or_inf": 1206})
     assert summary.cause == "hyperparameter_jump"
     assert summary.message == "what hyperparameter_jump found at step 200"
     assert summary.check_first == "check hyperparameter_jump"
     assert (summary.first_step, summary.last_step) == (200, 206)
     assert summary.alerts[:2] == ("hyperparameter_jump", "exploding_gradient")
-    assert summary.against == ("the recorded replicas agree (replica_divergence)",)
+    assert summary.not_fired == ("replica_divergence (1,206 steps)",)
 
 
-def test_without_the_jump_the_gradient_is_the_cause_and_that_nothing_jumped_is_reported() -> None:
+def test_a_rule_that_did_not_fire_is_named_with_its_steps_and_nothing_is_said_about_the_data() -> None:
     (incident,) = incidents_of(LEARNING_RATE[:-1])
-    summary = summarize("abc", incident, {"hyperparameter_jump", "exploding_gradient"})
+    summary = summarize("abc", incident, {"hyperparameter_jump": 1, "exploding_gradient": 9})
     assert summary.cause == "exploding_gradient"
-    assert summary.against == ("no recorded hyperparameter jumped (hyperparameter_jump)",)
+    assert summary.not_fired == ("hyperparameter_jump (1 step)",)
+    assert summary.as_lines()[-1] == "  quiet   evaluated, did not fire: hyperparameter_jump (1 step)"
 
 
 def test_a_jump_after_the_first_onset_is_no_cause_of_it() -> None:
@@ -121,7 +122,7 @@ def test_the_earliest_onset_is_the_cause_however_far_upstream_a_later_one_is(
     first: str, later: Onset
 ) -> None:
     (incident,) = incidents_of([later, onset(first, 201, tensor="" if first.startswith("custom") else None)])
-    summary = summarize("abc", incident, ())
+    summary = summarize("abc", incident, {})
     assert (summary.cause, summary.alerts) == (first, (first, later.rule))
 
 
@@ -143,7 +144,7 @@ def test_at_one_step_a_cause_comes_before_its_consequences() -> None:
         "nan_or_inf",
     ]
     (incident,) = incidents_of([onset(rule, 5) for rule in reversed(rules)])
-    assert summarize("abc", incident, ()).alerts == tuple(rules)
+    assert summarize("abc", incident, {}).alerts == tuple(rules)
     (incident,) = incidents_of(
         [onset("nan_or_inf", 5, upstream=("model:input",)), onset("exploding_gradient", 5)]
     )
@@ -257,10 +258,11 @@ def config(**more: Any) -> RuleConfig:
 def test_an_explanation_states_what_where_against_what_and_since_when() -> None:
     explanation = explain(config(**{"for": {"steps": 5, "seconds": 3}}), firing(found()))
     assert explanation == Explanation(
-        title="exploding_gradient (warning) firing at step 54",
+        title="exploding_gradient (warning) firing: bad from step 50",
+        since_step=50,
         seen="norm is 1.23e+06, over 150",
         where="encoder.1.weight:gradient: gradient of module encoder.1 (Linear); worker 0, mode train",
-        against="1.235e+06, threshold 150",
+        against="1,234,567, threshold 150",
         since="step 50, up to step 54 when it had lasted for 5 judged steps in a row and 3 s",
         usual_causes=RULES["exploding_gradient"].usual_causes,
         what_to_try=RULES["exploding_gradient"].what_to_try,
@@ -271,7 +273,7 @@ def test_an_explanation_states_what_where_against_what_and_since_when() -> None:
 def test_the_text_has_a_line_for_each() -> None:
     explanation = explain(config(name="wild", severity="critical"), firing(found(), since=54))
     lines = explanation.as_text().splitlines()
-    assert lines[0] == "wild, of rule exploding_gradient (critical) firing at step 54"
+    assert lines[0] == "wild, of rule exploding_gradient (critical) firing: bad from step 54"
     assert lines[4] == "  since   step 54, the first finding"
     assert lines[5].startswith("  usually ")
     assert sum(line.startswith("  try ") for line in lines) == 1
@@ -298,7 +300,7 @@ def test_an_event_has_the_message_of_the_config() -> None:
     assert event_message(config(), firing(found()), RUN) == "norm is 1.23e+06, over 150"
     text = "{label.team} {project}/{run} {{{step}}} {value} > {threshold}"
     own = config(labels={"team": "vision"}, message=text)
-    assert event_message(own, firing(found()), RUN) == "vision vision/night {54} 1.235e+06 > 150"
+    assert event_message(own, firing(found()), RUN) == "vision vision/night {54} 1,234,567 > 150"
 
 
 @pytest.mark.parametrize(

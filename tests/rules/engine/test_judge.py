@@ -117,6 +117,15 @@ def test_per_worker_rules_judge_at_once_and_sealed_ones_wait(sizes: RuleConfig) 
     outcome = follow(sizes, [[rows([0, 1, 2])], [Watermark(1)], [Watermark(1)], [Watermark(2)]])
     assert steps_of(outcome, GRADIENT.name) == [0, 1, 2]
     assert outcome.memory.evaluated_rows == 3
+
+
+def test_evaluated_steps_are_counted_once_for_any_blocks() -> None:
+    blocks = [rows([0, 1]), rows([1, 2, 2]), rows([1]), rows([5])]
+    memory = follow(NON_FINITE, [[block] for block in blocks]).memory
+    assert (memory.evaluated_rows, memory.evaluated_steps, memory.last_step) == (7, 4, 5)
+
+
+def test_rules_that_wait_judge_nothing_without_a_watermark(sizes: RuleConfig) -> None:
     assert follow(sizes, [[rows([0, 1, 2])]]).findings == []
 
 

@@ -54,6 +54,16 @@ class Simulation:
         return measured
 
 
+def test_the_cost_is_stated_since_the_start_and_in_the_last_minutes() -> None:
+    simulation = Simulation({"a": 1e-5}, dense=False, seconds=0.01)
+    simulation.budget.report_extra(60.0)
+    simulation.run(60_000)
+    shares = simulation.budget.shares()
+    assert shares["steps"] == 59_999  # the last one is not closed
+    assert shares["share"] > 0.09
+    assert shares["recent_share"] < 0.011
+
+
 costs = st.dictionaries(st.sampled_from("abcd"), st.floats(1e-6, 0.2), min_size=1)
 
 

@@ -18,12 +18,12 @@ from tests.sdk.reading.stored import LOSS, new_run, write
 from watchstep import Run, open_run
 from watchstep.client.documents import Alert
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.plots.binned import HeatCells, NamedSeries, PlotMark, continued, dense, shares, without_finite
+from watchstep.plots.binned import HeatCells, NamedSeries, PlotMark, dense, shares, without_finite
 from watchstep.plots.heat import HeatScale, heat_png, scale_of
 from watchstep.plots.html_chart import HeatChart, Lane, LineChart, lanes_html, round_ticks
-from watchstep.plots.tensor_plot import power_label, ridge_figure
-from watchstep.reading.binning import bin_values
-from watchstep.reading.pictures import alert_evidence
+from watchstep.plots.tensor_plot import power_label, ridge_figure, tensor_figure
+from watchstep.reading.binning import SeriesRequest, bin_values
+from watchstep.reading.pictures import alert_evidence, heat_cells, named_lines
 from watchstep.reading.queries import HistogramSeries
 
 # Pictures of runs
@@ -178,7 +178,7 @@ def alert(finding: dict[str, object] | None) -> Alert:
 def test_an_alert_is_drawn_and_shown_in_a_notebook(run: Run) -> None:
     found = alert(finding_of(run, "l2"))
     figure = found.plot(run)
-    assert "exploding at step 40" in figure.get_suptitle()
+    assert "exploding: bad from step 40" in figure.get_suptitle()
     html = found._repr_html_()
     assert "&lt;b&gt;second&lt;/b&gt;" in html
     assert "&lt;i&gt;rate" in html
@@ -196,23 +196,6 @@ def test_a_run_and_a_tensor_are_shown_in_a_notebook(run: Run) -> None:
 
 
 # Scales and cells
-
-
-CELLS = st.lists(
-    st.lists(st.one_of(st.just(float("nan")), st.floats(-1e30, 1e30)), min_size=5, max_size=5),
-    min_size=1,
-    max_size=4,
-)
-
-
-@given(CELLS)
-def test_a_value_is_valid_until_the_next_measurement(cells: list[list[float]]) -> None:
-    result = continued(np.array(cells))
-    for row, shown in zip(cells, result, strict=True):
-        latest = float("nan")
-        for value, now in zip(row, shown, strict=True):
-            latest = latest if np.isnan(value) else value
-            np.testing.assert_equal(now, latest)
 
 
 def test_the_picture_has_a_pixel_for_each_cell() -> None:
@@ -251,7 +234,7 @@ def histogram_of(columns: dict[tuple[int, int], list[int]]) -> HistogramSeries:
     lower = np.array([min(ends[key]) for key in order])
     upper = np.array([max(ends[key]) for key in order])
     none = np.zeros(rows, np.int64)
-    return HistogramSeries(np.arange(rows + 1), lower, upper, counts, none, none)
+    return HistogramSeries(np.arange(rows + 1), lower, upper, counts, none, none, none, none)
 
 
 @given(
@@ -287,6 +270,8 @@ def test_shares_and_rows_without_a_finite_element() -> None:
         np.array([[4], [0], [0], [0]]),
         zeros=np.array([0, 0, 3, 0]),
         nonfinite=np.array([0, 0, 0, 5]),
+        first=np.array([0, -1, 2, 3]),
+        last=np.array([0, -1, 2, 3]),
     )
     np.testing.assert_equal(shares(histogram)[:, 0], [1.0, np.nan, 0.0, 0.0])
     assert without_finite(histogram).tolist() == [False, False, False, True]
@@ -344,6 +329,34 @@ def test_a_line_has_a_gap_where_a_value_is_not_finite() -> None:
     assert path.count("M") == 2
     assert 'class="ws-bad" d="M500.0 0V60"' in html
     assert "nan" not in html
+
+
+def test_steps_that_were_not_measured_are_a_gap() -> None:
+    steps = np.array([0, 1, 10, 20, 21])
+    line = NamedSeries("nan", bin_values(steps, np.array([0.0, 0.0, 0.0, 9.0, 9.0]), 9))
+    (path,) = re.findall(r'class="ws-c0 ws-line" d="([^"]*)"', LineChart("", [line]).as_html())
+    ranges = [part.split("L") for part in path.split("M")[1:]]
+    assert [[round(float(point.split()[0])) for point in part] for part in ranges] == [
+        [0, 48],
+        [474, 478],
+        [952, 1000],
+    ]
+
+
+def test_a_gap_is_not_filled_in_pictures_of_a_run_and_of_a_tensor(tmp_path: Path) -> None:
+    rows = [Row(step, FIRST, [float(step + 1)]) for step in (*range(10), *range(30, 40))]
+    write(new_run(tmp_path), [block_of(rows)])
+    run = open_run(tmp_path / "default" / "r")
+    cells = heat_cells(run.index, [FIRST.name], "max", 400)
+    assert cells is not None
+    assert np.flatnonzero(np.isnan(cells.values[0])).tolist() == list(range(10, 30))
+    chart = HeatChart.of_histogram("", run.histogram(FIRST.name, 400))
+    assert np.isnan(chart.values[:, 10:30]).all()
+    lines = run.binned_series(SeriesRequest(FIRST.name, "max")).lines
+    figure = tensor_figure(FIRST.name, "max", named_lines(lines, "max"), None)
+    steps, values = figure.axes[0].lines[0].get_data()
+    assert len(np.asarray(steps)) == 21
+    assert np.isnan(np.asarray(values, np.float64)[10])
 
 
 def test_the_values_of_a_learning_rate_hold_until_the_next_one() -> None:

@@ -20,6 +20,7 @@ from watchstep.reading.budget import ReadBudget
 from watchstep.reading.compaction import compact
 from watchstep.reading.comparison import diff as diff_module
 from watchstep.reading.comparison.diff import diff, first_divergences
+from watchstep.reading.comparison.settings import differing_settings
 from watchstep.reading.comparison.tolerances import (
     DEFAULT_UNITS,
     UNIT_ROUNDOFF,
@@ -55,6 +56,49 @@ def test_the_first_step_and_tensor(tmp_path: Path) -> None:
     )  # of gradients, the backward pass computes the last first
     (row,) = [row for row in found.table.to_pylist() if row["step"] == 5 and row["figure"] == "mean"]
     assert (row["tensor"], row["a"], row["b"], row["relative"]) == ("loss", 3.0, None, None)
+
+
+def test_rows_of_other_numbers_of_elements_are_named_and_not_compared(tmp_path: Path) -> None:
+    for run, batches in (("a", 1), ("b", 2)):
+        output = tensor("layer:output", "activations", role="output")
+        rows = [Row(step, output, [1.0, 2.0] * batches) for step in range(3)]
+        rows += [Row(step, FIRST, [1.0 if step < 2 else float(batches)]) for step in range(3)]
+        write(new_run(tmp_path, run), [block_of(rows)])
+    a, b = (open_run(tmp_path / "default" / run) for run in "ab")
+    for found in (diff(a, b), first_divergences(a, b)):
+        (note,) = found.notes
+        assert "3 rows of 1 tensors were measured on different numbers of elements" in note
+        assert "layer:output at step 0: 2 elements in A, 4 in B" in note
+    whole = diff(a, b)
+    assert (whole.step, whole.tensor, whole.compared) == (2, FIRST.name, 3)
+    assert [entry.tensor for entry in first_divergences(a, b).tensors] == [FIRST.name]
+
+
+def test_a_cosine_is_compared_where_it_relates_to_the_same_gradient(tmp_path: Path) -> None:
+    for run, steps, cosines in (("a", (0, 1, 2, 4), (0.1, 0.1, 0.5, 0.5)), ("b", (0, 2, 4), (0.1, 0.9, 0.6))):
+        rows = [Row(step, FIRST, [1.0]) for step in steps]
+        block = replace(block_of(rows), probes={"gradient_cosine": np.array(cosines)})
+        write(new_run(tmp_path, run), [block])
+    found = diff(open_run(tmp_path / "default" / "a"), open_run(tmp_path / "default" / "b"))
+    assert [(row["step"], row["figure"]) for row in found.table.to_pylist()] == [(4, "probe.gradient_cosine")]
+
+
+def test_a_hyperparameter_differs_from_the_step_at_which_it_changes(tmp_path: Path) -> None:
+    rate, decay = (
+        tensor(f"optimizer:{name}/0", "metrics", role="metric", shape=())
+        for name in ("learning_rate", "weight_decay")
+    )
+    for run, later in (("a", 0.001), ("b", 0.1)):
+        rows = [Row(0, rate, [0.001]), Row(30, rate, [later]), Row(0, decay, [0.5])]
+        rows += [Row(step, LOSS, [1.0]) for step in range(60)]
+        write(new_run(tmp_path, run), [block_of(sorted(rows, key=lambda row: row.step))])
+    runs = [open_run(tmp_path / "default" / run) for run in "ab"]
+    found = differing_settings(runs)
+    (setting,) = found.differing
+    assert setting.as_line("ab") == "optimizer:learning_rate/0: 0.001 in a, 0.1 in b, from step 30 on"
+    assert found.compared["hyperparameter"] == 2
+    assert differing_settings(runs, (0, 29)).differing == []
+    assert [entry.source for entry in differing_settings([*runs, runs[0]]).differing] == ["hyperparameter"]
 
 
 def test_tensors_of_one_run_alone(tmp_path: Path) -> None:

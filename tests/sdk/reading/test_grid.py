@@ -144,6 +144,27 @@ def test_the_cells_are_part_of_the_budget(tmp_path: Path) -> None:
         run.grid(GridRequest((FIRST.name,), "max", 12))
 
 
+def test_columns_are_as_wide_as_the_usual_distance_of_measurements_and_a_longer_one_is_a_gap(
+    tmp_path: Path,
+) -> None:
+    steps = (*range(0, 100, 10), *range(150, 201, 10))
+    rows = [Row(step, info, [float(step + 1)]) for step in steps for info in (FIRST, SECOND)]
+    write(new_run(tmp_path), [block_of(rows)])
+    run = open_run(tmp_path / "default" / "r")
+    grid = run.grid(GridRequest((FIRST.name, SECOND.name), "max", 500))
+    histogram = run.histogram(FIRST.name, 500)
+    assert set(np.diff(grid.edges)) <= {10, 11}
+    gaps = [int(grid.edges[column]) for column in np.flatnonzero(grid.count[0] == 0)]
+    assert gaps[0] > 90
+    assert gaps[-1] < 150
+    assert len(gaps) in (4, 5)
+    assert grid.count.sum(axis=1).tolist() == [len(steps)] * 2
+    # A distribution is read step by step: joined rows would be no distribution of any step.
+    has_record = histogram.first >= 0
+    assert np.flatnonzero(has_record).tolist() == list(steps)
+    assert histogram.first[has_record].tolist() == histogram.last[has_record].tolist() == list(steps)
+
+
 def test_a_very_long_run(tmp_path: Path) -> None:
     rows = [Row(step, FIRST, [float(step)]) for step in (0, 1 << 30, 1 << 40)]
     write(new_run(tmp_path), [block_of(rows)])

@@ -185,25 +185,30 @@ def test_a_project_that_cannot_be_listed_is_omitted(tmp_path: Path, caplog: pyte
 # Outcomes
 
 
-RULE = "rule nan_or_inf at step 7: 3 NaN of 8 elements"
+RULE = "rule nan_or_inf: bad from step 7: 3 NaN of 8 elements"
 
 
 @pytest.mark.parametrize(
     ("state", "reason", "sentence", "marks"),
     [
-        ("completed", "", "Run r completed; the last step is 11.", []),
+        ("completed", "", "Run r completed; it ended after step 11.", []),
         (
             "failed",
             "ValueError: bad batch",
-            "Run r failed after step 11. ValueError: bad batch.",
-            [(11, "failed")],
+            "Run r failed; it ended after step 11. ValueError: bad batch.",
+            [(11, "failed: ended after step 11")],
         ),
-        ("stopped", "an operator", "Run r was stopped after step 11. An operator.", [(11, "stopped")]),
+        (
+            "stopped",
+            "an operator",
+            "Run r was stopped; it ended after step 11. An operator.",
+            [(11, "stopped: ended after step 11")],
+        ),
         (
             "stopped",
             RULE,
-            "Run r was stopped after step 11 by rule nan_or_inf, which fired at step 7. 3 NaN of 8 elements.",
-            [(7, "nan_or_inf fired"), (11, "stopped")],
+            "Run r was stopped by rule nan_or_inf: bad from step 7, ended after step 11, 5 steps lost. 3 NaN of 8 elements.",
+            [(7, "nan_or_inf: bad from step 7"), (11, "stopped: ended after step 11")],
         ),
     ],
 )
@@ -216,7 +221,7 @@ def test_what_happened_is_said(
     run.store.put(f"{ENDS}a/0.json", documents.encode(end))
     outcome = run.outcome()
     assert outcome.as_sentence("r") == sentence
-    assert [(mark.step, mark.label) for mark in outcome.marks()] == marks
+    assert [(mark.step, mark.text) for mark in outcome.marks()] == marks
 
 
 def test_the_reason_of_a_stop_request_counts_more_than_that_of_a_worker(tmp_path: Path) -> None:
@@ -226,7 +231,7 @@ def test_the_reason_of_a_stop_request_counts_more_than_that_of_a_worker(tmp_path
     run.store.put(f"{ENDS}a/0.json", documents.encode(end))
     run.store.put(CONTROL_DOCUMENT, ControlDocument().with_stop(StopRequest("a", 11, RULE)).encode())
     outcome = run.outcome()
-    assert (outcome.state, outcome.rule_stop) == ("stopped", RuleStop("nan_or_inf", 7))
+    assert (outcome.state, outcome.rule_stop) == ("stopped", RuleStop("nan_or_inf", 7, "3 NaN of 8 elements"))
 
 
 def test_a_run_that_records_is_open_and_bundles_are_marked(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ HOSTILE = '</script><img src=x onerror="alert(1)">&amp;\u202e'
 FIRST, BAD = gradient("first", order=1), gradient(HOSTILE, order=2)
 OUTPUT = tensor("first:output", "activations", order=1)
 STEPS, FIRED, LAST = 60, 40, 45
-REASON = f"rule nan_or_inf at step {FIRED}: 16 NaN among 16 elements of {HOSTILE}"
+REASON = f"rule nan_or_inf: bad from step {FIRED}: 16 NaN among 16 elements of {HOSTILE}"
 
 
 def rows() -> list[Row]:
@@ -158,9 +158,9 @@ class Service:
 def test_the_report_says_what_happened(run: Run) -> None:
     page = Page(render_report(collect_report(run)))
     assert (
-        f"Run r was stopped after step {LAST} by rule nan_or_inf, which fired at step {FIRED}." in page.text
+        f"Run r was stopped by rule nan_or_inf: bad from step {FIRED}, ended after step {LAST}, " in page.text
     )
-    assert "nan_or_inf firing at step 40" in page.text
+    assert "nan_or_inf: bad from step 40; firing" in page.text
     assert "No service was asked for alerts" in page.text
     for heading in ("Alerts", "Losses", "Layers", "Tensors that deviate most", "Configuration", "Health"):
         assert heading in page.all("h2")

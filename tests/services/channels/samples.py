@@ -35,6 +35,7 @@ def sample(
         labels=alert_labels(_OWN, {"team": "vision"}),
         message=message,
         explanation=Explanation(
+            since_step=5,
             title=f"no-nans (critical) {status} at step 5",
             seen="3 of 64 elements are NaN",
             where="gradient/conv1.weight, of Conv2d conv1",

@@ -275,7 +275,7 @@ def test_a_message_says_what_where_why_and_leads_to_the_evidence(server: HttpSer
     assert len(sections) == 10
     first = sections[0]["text"]["text"]
     for words in (
-        f"*<{RUN_PAGE}/alerts/f0|no-nans>* (critical) firing at step 5",
+        f"*<{RUN_PAGE}/alerts/f0|no-nans>* (critical) firing: bad from step 5",
         "&lt;!channel&gt; &amp; &lt;https://evil.example|here&gt;",
         "*What* 3 of 64 elements are NaN",
         "*Where* gradient/conv1.weight",

@@ -118,7 +118,7 @@ def test_a_card_says_what_where_why_and_leads_to_the_evidence(server: HttpServer
     card, over = cards(server)
     said = lines(card)
     assert said[0] == "[FIRING] no-nans (critical) vision/run-1"
-    assert "no-nans (critical) firing at step 5" in said
+    assert "no-nans (critical) firing: bad from step 5" in said
     assert "[click](https://evil.example) <at>all</at>" in said  # text: a run has no Markdown
     assert "Where gradient/conv1.weight, of Conv2d conv1" in said
     assert "Try Lower the learning rate." in said

@@ -1,20 +1,78 @@
-import { formatNumber } from "../components/format";
+import { formatRounded } from "../components/format";
 
 // What `line-chart.svelte` draws, and its conversion to uPlot's columns.
 
-/** A line of a chart: one value per entry of the chart's `x`. Null is a gap; over undefined entries the line continues. */
+/**
+ * A line of a chart: one value per entry of the chart's `x`. Null is a gap; over undefined entries the line continues. A value without a
+ * neighbour is a point.
+ */
 export interface LineSeries {
   label: string;
   values: readonly (number | null | undefined)[];
   /** Lower and upper end of a band around the line, such as the least and largest value of a bin. */
-  band?: { low: readonly (number | null)[]; high: readonly (number | null)[] };
+  band?: { low: readonly (number | null | undefined)[]; high: readonly (number | null | undefined)[] };
   /** Name of a colour of `theme.css`; default: by its place. */
   colour?: string;
   dashed?: boolean;
-  /** Whether the line continues over entries without a value, for series that are recorded less often than others of the chart. */
-  spanGaps?: boolean;
   /** Whether each value has a dot; default: if there are few. */
   points?: boolean;
+}
+
+/** Points of a line: each joins the records of the steps `step[i]` to `last_step[i]`. */
+export interface StepPoints {
+  readonly step: readonly number[];
+  readonly last_step: readonly number[];
+}
+
+/**
+ * Return whether each point is connected with the next one: no step between them was skipped. A slope over steps that were not measured
+ * would show values that nobody saw. Where points join several steps, a distance of one point is no gap.
+ */
+function connections({ step, last_step: last }: StepPoints): boolean[] {
+  let width = 1;
+  step.forEach((first, place) => (width = Math.max(width, last[place]! - first + 1)));
+  return step.slice(1).map((next, place) => next - last[place]! <= width);
+}
+
+/** Return the steps of an axis that has the points of lines, and an entry in each of their gaps. */
+export function stepsWithGaps(lines: readonly StepPoints[]): number[] {
+  const steps = new Set<number>();
+  for (const line of lines) {
+    const connected = connections(line);
+    line.step.forEach((step, place) => {
+      steps.add(step);
+      if (connected[place] === false) steps.add(line.last_step[place]! + 1);
+    });
+  }
+  return [...steps].sort((a, b) => a - b);
+}
+
+/** Place the values of a line on an axis: null in its gaps, undefined between connected points. */
+export function placedOn(
+  x: readonly number[],
+  line: StepPoints,
+  values: readonly (number | null)[],
+): (number | null | undefined)[] {
+  const connected = connections(line);
+  let place = -1;
+  return x.map((step) => {
+    if (line.step[place + 1] === step) return values[++place] ?? null;
+    return connected[place] === true ? undefined : null;
+  });
+}
+
+/** Return the entries without a neighbour, which a line does not show. */
+export function alone(values: readonly (number | null | undefined)[]): number[] {
+  const places: number[] = [];
+  let before = false;
+  let last = -1; // a value whose next neighbour is not known yet, and that has none before it
+  values.forEach((value, place) => {
+    if (value === undefined) return;
+    if (last >= 0 && value === null) places.push(last);
+    last = value !== null && !before ? place : -1;
+    before = value !== null;
+  });
+  return last >= 0 ? [...places, last] : places;
 }
 
 /** A mark at a step: an alert, an event, a restart. */
@@ -42,9 +100,9 @@ export function positiveOnly<T extends number | null | undefined>(values: readon
   return values.map((value) => (value === undefined || (value !== null && value > 0) ? value : null));
 }
 
-/** A number at a tick of an axis: as elsewhere, without zeros at the end of a mantissa. */
+/** A number at a tick of an axis: short, without zeros at the end of a mantissa. */
 export function formatTick(value: number): string {
-  return formatNumber(value).replace(/\.?0+e/, "e");
+  return formatRounded(value).replace(/\.?0+e/, "e");
 }
 
 const MOST_TICKS = 6;

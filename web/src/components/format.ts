@@ -3,14 +3,19 @@
 const SMALLEST = 1e-3;
 const LARGEST = 1e5;
 
-/** A value with four significant digits: `0.01234`, `1.234e-9`; `–` if there is none. */
+/** A value: an integer exactly, `49,152`; any other with four significant digits, `0.01234`, `1.234e-9`; `–` if there is none. */
 export function formatNumber(value: number | null | undefined): string {
   if (value == null || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
-  if (value === 0) return "0";
+  if (Number.isSafeInteger(value)) return formatCount(value + 0).replaceAll("-", "−");
+  return formatRounded(value);
+}
+
+/** A finite value with four significant digits, also if it is an integer. */
+export function formatRounded(value: number): string {
   const size = Math.abs(value);
-  const text =
-    size < SMALLEST || size >= LARGEST ? value.toExponential(3) : String(Number(value.toPrecision(4)));
+  const isPlain = value === 0 || (size >= SMALLEST && size < LARGEST);
+  const text = isPlain ? String(Number(value.toPrecision(4))) : value.toExponential(3);
   return text.replaceAll("-", "−").replace("e+", "e");
 }
 

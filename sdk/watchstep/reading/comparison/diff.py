@@ -50,6 +50,9 @@ _PHASES = {
 """Role → when a step computes such a tensor. Buffers are recorded after the forward pass, which changes them."""
 _LAST_PHASE = 8
 _SCALAR_ROLES = frozenset({"loss", "metric"})
+_OF_PREVIOUS = frozenset({f"{PROBE}gradient_cosine"})
+"""Figures that relate a row to the previous one of its tensor. They are compared where both runs measured that one at the same step."""
+
 _EXACT_FIGURES = frozenset({"count", "nan", "pos_inf", "neg_inf"})
 _ValueRow = tuple[int, Mode, str, int, str, float, float, float]
 """A row of `RunDifference.table` about a full tensor."""
@@ -67,7 +70,7 @@ class RunDifference:
         tensor: the first tensor at that step, in the order of the computation; None if there is none.
         table: all differences: step, mode, tensor, worker, figure, a, b, relative; by step and the order of the computation. The figure of a full
             tensor is ``value[…]`` with the index of the element that differs most.
-        compared: number of rows that both runs have.
+        compared: number of rows that both runs have, of the same numbers of elements.
         only_a: tensors of the first run only.
         only_b: tensors of the second run only.
         steps_only_a: steps that only the first run recorded.
@@ -104,6 +107,9 @@ def diff(
     Probes are compared if both runs have them, with at least the tolerance of float32 and the scale 1. Figures of the process and its machine always differ, and are
     omitted. Checksums of bits are compared only with the tolerance 0.
 
+    Rows of different numbers of elements are not compared: other micro-batches, batches or shapes were measured. The notes name them. The
+    cosine to the previous gradient is compared where both runs measured that gradient at the same step.
+
     Two figures differ if ``|a - b| > tolerance * scale``, or if one of them is missing. The scale is the larger
     magnitude; for a number of zero or negative elements, the number of elements, where one more is always equal; for a mean, the mean magnitude; for extremes at least the root
     mean square; and for the sum of squared deviations the sum of squares: a figure close to zero by cancellation has no significant
@@ -130,7 +136,7 @@ def diff(
     tolerances = _by_tensor(infos, {**infos_b, **infos_a}, infos_b, tolerance)
     probes = sorted({*run_a.index.probes()} & {*run_b.index.probes()})
     figures = (*COUNTED, *(PROBE + probe for probe in probes))
-    a, b = (_rows(run, names, figures) for run in (run_a, run_b))
+    a, b = (_with_previous(_rows(run, names, figures)) for run in (run_a, run_b))
     left, right = _common(a, b)
     gaps = [
         _gaps(columns, rows, other)
@@ -142,6 +148,8 @@ def diff(
     )
     order = np.lexsort([a[name] for name in ("worker", "mode", "tensor", "step")])
     a, b = ({name: column[order] for name, column in columns.items()} for columns in (a, b))
+    uncompared = _UncomparedRows(names)
+    a, b = uncompared.without(a, b)
     table = _table(a, b, (names, figures), (tolerances, tolerance.of("float32")))
     values = _SavedValues(run_a, run_b, tolerance, value_bytes)
     table = values.joined(table, infos)
@@ -149,7 +157,7 @@ def diff(
         table["step"][0].as_py() if table.num_rows else None,
         table["tensor"][0].as_py() if table.num_rows else None,
         table,
-        len(left),
+        len(a["step"]),
         [name for name in infos_a if name not in infos_b],
         [name for name in infos_b if name not in infos_a],
         sorted(steps[0] - steps[1]),
@@ -157,12 +165,13 @@ def diff(
         gaps[0],
         gaps[1],
         values.compared,
-        (*_attempts(run_a, "A"), *_attempts(run_b, "B"), *values.notes),
+        (*_attempts(run_a, "A"), *_attempts(run_b, "B"), *uncompared.notes(), *values.notes),
     )
 
 
 FIRST_FIGURES = ("count", "nan", "pos_inf", "neg_inf", "min", "max", "mean", "abs_sum", "square_sum")
-"""Figures that `first_divergences` compares: those that show any difference of the others, with fewer columns to read."""
+"""Figures that `first_divergences` reads: those that show any difference of the others, with fewer columns. The number of elements decides
+which rows are compared."""
 
 _PART_ROWS = 200_000
 _PROBED_STEPS = 8
@@ -266,8 +275,44 @@ def first_divergences(
         left_out,
         [name for name in infos_a if name not in infos_b],
         [name for name in infos_b if name not in infos_a],
-        (*_attempts(run_a, "A"), *_attempts(run_b, "B")),
+        (*_attempts(run_a, "A"), *_attempts(run_b, "B"), *search.uncompared.notes()),
     )
+
+
+class _UncomparedRows:
+    """Rows that two runs measured on different numbers of elements.
+
+    Args:
+        names: names of the tensors that the column ``tensor`` indexes.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self._firsts: dict[int, tuple[int, int, int]] = {}
+        self._rows = 0
+
+    def without(self, a: Columns, b: Columns) -> tuple[Columns, Columns]:
+        """Return the same rows of both runs without those of different numbers of elements, which it notes."""
+        is_comparable = a["count"] == b["count"]
+        others = np.flatnonzero(~is_comparable)
+        self._rows += len(others)
+        for row in others[np.unique(a["tensor"][others], return_index=True)[1]].tolist():
+            first = int(a["step"][row]), int(a["count"][row]), int(b["count"][row])
+            tensor = int(a["tensor"][row])
+            self._firsts[tensor] = min(first, self._firsts.get(tensor, first))
+        rows = np.flatnonzero(is_comparable)
+        left, right = ({name: column[rows] for name, column in part.items()} for part in (a, b))
+        return left, right
+
+    def notes(self) -> Iterator[str]:
+        """Describe them: the first tensor in the order of the computation is an example."""
+        if self._firsts:
+            tensor = min(self._firsts)
+            step, count_a, count_b = self._firsts[tensor]
+            yield (
+                f"{self._rows:,} rows of {len(self._firsts):,} tensors were measured on different numbers of elements and are not "
+                f"compared, for example {self._names[tensor]} at step {step}: {count_a:,} elements in A, {count_b:,} in B"
+            )
 
 
 @dataclass
@@ -280,6 +325,7 @@ class _DivergenceSearch:
         allowances: tolerance of each tensor, and of probes.
         found: name of the tensor → its first difference.
         rows: number of compared rows.
+        uncompared: rows that were not compared.
     """
 
     runs: tuple[Run, Run]
@@ -287,6 +333,9 @@ class _DivergenceSearch:
     allowances: tuple[Floats, float]
     found: dict[str, TensorDivergence] = field(default_factory=dict)
     rows: int = 0
+
+    def __post_init__(self) -> None:
+        self.uncompared = _UncomparedRows(self.names)
 
     def run(self, shared: list[str], steps: tuple[int, int], deadline: float) -> tuple[int, int]:
         """Compare the tensors that both runs have; return the last compared step, -1 for none, and the number of tensors left out."""
@@ -320,7 +369,8 @@ class _DivergenceSearch:
         order = np.lexsort([a[name][left] for name in ("worker", "mode", "step", "tensor")])
         a = {name: column[left[order]] for name, column in a.items()}
         b = {name: column[right[order]] for name, column in b.items()}
-        self.rows += len(left)
+        a, b = self.uncompared.without(a, b)
+        self.rows += len(a["step"])
         firsts: dict[int, tuple[int, str, float]] = {}
         for figure in FIRST_FIGURES:
             rows, relatives = _differing(a, b, figure, self.allowances)
@@ -470,6 +520,16 @@ def _rows(
     return {name: column[ranks >= 0] for name, column in {**columns, "tensor": ranks}.items()}
 
 
+def _with_previous(columns: Columns) -> Columns:
+    """Add the step of the previous row of the same tensor, mode and worker as ``previous``; -1 for the first one."""
+    keys = ("tensor", "mode", "worker", "replica", "stage", "shard_index")
+    order = np.lexsort([columns["step"], *(columns[name] for name in keys)])
+    same = np.all([columns[name][order][1:] == columns[name][order][:-1] for name in keys], axis=0)
+    previous = np.full(len(order), -1, np.int64)
+    previous[order[1:][same]] = columns["step"][order][:-1][same]
+    return {**columns, "previous": previous}
+
+
 def _common(a: Columns, b: Columns) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return rows of both with the same key; of rows with equal keys, the first."""
     both = {name: np.concatenate([a[name], b[name]]).astype(np.int64) for name in (*_KEY, "shard_index")}
@@ -574,6 +634,8 @@ def _differing(
             allowed = np.where(of_row > 0, np.fmax(of_row, of_probes) * scale, 0.0)
         elif figure in COUNT_COLUMNS and figure not in _EXACT_FIGURES:
             allowed = np.where(of_row > 0, np.fmax(allowed, 1.0), 0.0)
+        if figure in _OF_PREVIOUS:
+            same |= a["previous"] != b["previous"]
         rows = np.flatnonzero(~same & ~(distance <= allowed))
         return rows, (distance[rows] / scale[rows]).astype(np.float64)
 

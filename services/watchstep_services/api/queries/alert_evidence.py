@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import MODES, TensorInfo
+from watchstep.platform.terminal_text import number_text
 from watchstep.reading.binning import bin_values
 from watchstep.reading.columns import Columns, Selection
 from watchstep.reading.queries import columns_of, loss_values
@@ -261,9 +262,9 @@ def finding_of(data: Mapping[str, Any]) -> AlertFinding:
         module_type=str(data.get("module_type", "")),
         role=str(data.get("role", "")),
         value=_finite(value),
-        value_text=f"{value:.4g}",
+        value_text=number_text(value),
         threshold=_finite(threshold),
-        threshold_text=f"{threshold:.4g}",
+        threshold_text=number_text(threshold),
         message=str(data.get("message", "")),
         time_ns=int(data.get("time_ns", 0)),
         upstream=[str(name) for name in data.get("upstream") or ()],

@@ -58,6 +58,8 @@ class HistogramOutput(BaseModel):
     counts: list[list[int]]
     zeros: list[int] = Field(description="Number of elements equal to zero, which no column contains.")
     nonfinite: list[int]
+    first: list[int] = Field(description="First measured step of each row; -1: none.")
+    last: list[int] = Field(description="Last measured step of each row; -1: none.")
 
 
 class ColumnOutput(BaseModel):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +15,9 @@ from watchstep.format.statistics import Floats
 from watchstep.format.tensors import MODES, Mode, TensorInfo
 from watchstep.reading.budget import OverBudgetError, ReadBudget
 from watchstep.reading.columns import Columns, Selection, needs_of
+from watchstep.reading.comparison import settings
 from watchstep.reading.comparison.diff import RunDivergences, TensorDivergence, first_divergences
+from watchstep.reading.comparison.settings import differing_settings
 from watchstep.reading.queries import columns_of, loss_values
 from watchstep.reading.run import Run
 from watchstep_services.api.queries.answers import numbers, whole_numbers
@@ -28,6 +28,7 @@ from watchstep_services.api.schemas.comparison_page import (
     Align,
     ComparedLine,
     ComparedSeries,
+    ComparedSettings,
     ComparisonGrid,
     DifferingSetting,
     Divergence,
@@ -296,58 +297,29 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-_Value = str | float | bool | None
-
-
-def differing_settings(opened: Opened, request: ComparisonRequest) -> list[DifferingSetting]:
-    """Return settings that are not the same in all runs with statistics: first hyperparameters, configuration, environment.
+def settings_of(opened: Opened, request: ComparisonRequest) -> ComparedSettings:
+    """Compare the settings of all runs with statistics.
 
     Raises:
         StoreError: a run cannot be read.
         OverBudgetError: reading exceeds the budget.
     """
     runs = {name: run for name in request.runs if isinstance(run := opened[name], Run)}
-    settings: list[DifferingSetting] = []
-    sources: dict[Any, dict[str, dict[str, _Value]]] = {
-        "hyperparameter": {name: _first_hyperparameters(run) for name, run in runs.items()},
-        "config": {name: dict(_flattened("", run.document.config)) for name, run in runs.items()},
-        "environment": {name: dict(run.environment()) for name, run in runs.items()},
-    }
-    for source, by_run in sources.items():
-        for key in sorted({key for values in by_run.values() for key in values}):
-            values = [by_run[name].get(key) if name in by_run else None for name in request.runs]
-            compared = [by_run[name].get(key) for name in by_run]
-            if any(value != compared[0] for value in compared[1:]):
-                shown = [value[:_MAX_VALUE] if isinstance(value, str) else value for value in values]
-                settings.append(DifferingSetting(source=source, name=key[:_MAX_VALUE], values=shown))
-    return settings[:_MAX_SETTINGS]
+    if not runs:
+        return ComparedSettings(differing=[], compared={})
+    found = differing_settings(list(runs.values()), (request.first, request.last))
+    return ComparedSettings(
+        differing=[_setting(entry, list(runs), request.runs) for entry in found.differing[:_MAX_SETTINGS]],
+        compared=dict(found.compared),
+    )
 
 
-def _first_hyperparameters(run: Run) -> dict[str, _Value]:
-    """Return the first recorded value of each hyperparameter: later ones depend on how far the run is."""
-    infos = run.index.tensors()
-    names = frozenset(info.name for info in infos if kind_of(info) == "optimizer")
-    if not names:
-        return {}
-    first, _ = run.index.step_range()
-    selection = Selection(SCALAR_FIGURES, names, first, first + 1000)
-    columns = run.index.consistently(lambda: run.index.collect(selection))
-    values = loss_values(columns)
-    found: dict[str, _Value] = {}
-    for row in np.argsort(columns["step"], kind="stable").tolist():
-        name, value = infos[columns["tensor"][row]].name, float(values[row])
-        found.setdefault(name, value if math.isfinite(value) else str(value))
-    return found
-
-
-def _flattened(prefix: str, value: Any) -> Iterator[tuple[str, _Value]]:
-    """Yield the leaves of JSON data by their path; lists are leaves, as text."""
-    if isinstance(value, dict):
-        for name, part in value.items():
-            yield from _flattened(f"{prefix}.{name}" if prefix else str(name), part)
-    elif isinstance(value, bool | str) or value is None:
-        yield prefix, value
-    elif isinstance(value, int | float) and abs(value) < 2**53:  # also false for NaN
-        yield prefix, float(value)
-    else:
-        yield prefix, json.dumps(value, default=str)
+def _setting(entry: settings.DifferingSetting, runs: list[str], requested: Sequence[str]) -> DifferingSetting:
+    values = dict(zip(runs, entry.values, strict=True))
+    shown = [values.get(name) for name in requested]
+    return DifferingSetting(
+        source=entry.source,
+        name=entry.name[:_MAX_VALUE],
+        values=[value[:_MAX_VALUE] if isinstance(value, str) else value for value in shown],
+        step=entry.step,
+    )

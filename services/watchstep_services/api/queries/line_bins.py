@@ -12,7 +12,7 @@ from watchstep.format.statistics import Floats
 from watchstep.format.tensors import MODES, Mode, TensorInfo
 from watchstep.reading.columns import Columns
 from watchstep_services.api.queries.answers import numbers, whole_numbers
-from watchstep_services.api.schemas.binned_lines import BinnedLine
+from watchstep_services.api.schemas.binned_lines import BinnedLine, NewestValue
 
 _MODE_ORDER = {mode: place for place, mode in enumerate(MODES)}
 
@@ -32,16 +32,18 @@ def grid_edges(first: int, last: int, points: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class LineBins:
-    """One tensor in one mode over n columns.
+    """One tensor in one mode over n columns, of all workers or of one.
 
     Attributes:
         tensor: index of the tensor.
         mode: mode of the rows.
         workers: number of workers with rows.
+        worker: rank of the only worker of a line per worker; None for a line of all workers.
         count: int64 of shape (n,), number of rows.
         mean, min, max: float64 of shape (n,), over finite values; NaN without any.
         last: float64 of shape (n,), value of the last row; NaN without rows.
         nonfinite: int64 of shape (n,), number of rows without a finite value.
+        newest: position and value of the newest row; of several workers the mean, unless one is not finite. None without rows.
     """
 
     tensor: int
@@ -53,10 +55,17 @@ class LineBins:
     max: Floats
     last: Floats
     nonfinite: NDArray[np.int64]
+    newest: tuple[int, float] | None = None
+    worker: int | None = None
 
 
 def bin_rows(
-    columns: Columns, values: Floats, positions: NDArray[np.int64], edges: NDArray[np.int64]
+    columns: Columns,
+    values: Floats,
+    positions: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    *,
+    by_worker: bool = False,
 ) -> list[LineBins]:
     """Summarize rows by tensor, mode and column; by tensor and mode, ascending.
 
@@ -65,27 +74,41 @@ def bin_rows(
         values: the value of each row, shape (m,).
         positions: the position of each row on the axis of the grid, shape (m,). Rows outside of the grid are ignored.
         edges: as from `grid_edges`.
+        by_worker: whether each worker has lines of its own: a flag, or the load of a machine, has no mean.
     """
     if len(edges) < 2:
         return []
     rows = np.flatnonzero((positions >= edges[0]) & (positions < edges[-1]))
     bins = np.searchsorted(edges, positions[rows], side="right") - 1
     tensor, mode = columns["tensor"][rows].astype(np.int64), columns["mode"][rows].astype(np.int64)
-    order = np.lexsort([positions[rows], mode, tensor])
-    rows, bins, tensor, mode = rows[order], bins[order], tensor[order], mode[order]
-    changes = np.flatnonzero((tensor[1:] != tensor[:-1]) | (mode[1:] != mode[:-1])) + 1
+    worker = columns["worker"][rows].astype(np.int64) if by_worker else np.full(len(rows), -1)
+    order = np.lexsort([positions[rows], worker, mode, tensor])
+    rows, bins, tensor, mode, worker = rows[order], bins[order], tensor[order], mode[order], worker[order]
+    changed = (tensor[1:] != tensor[:-1]) | (mode[1:] != mode[:-1]) | (worker[1:] != worker[:-1])
+    changes = np.flatnonzero(changed) + 1
     parts = np.split(np.arange(len(rows)), changes) if len(rows) else []
     return [
-        _line(
-            int(tensor[part[0]]),
-            MODES[mode[part[0]]],
-            len(np.unique(columns["worker"][rows[part]])),
-            bins[part],
-            values[rows[part]].astype(np.float64),
-            len(edges) - 1,
+        replace(
+            _line(
+                int(tensor[part[0]]),
+                MODES[mode[part[0]]],
+                len(np.unique(columns["worker"][rows[part]])),
+                bins[part],
+                values[rows[part]].astype(np.float64),
+                len(edges) - 1,
+            ),
+            newest=_newest(positions[rows[part]], values[rows[part]].astype(np.float64)),
+            worker=int(worker[part[0]]) if by_worker else None,
         )
         for part in parts
     ]
+
+
+def _newest(positions: NDArray[np.int64], values: Floats) -> tuple[int, float]:
+    """Return the last position and its value; positions are ascending."""
+    last = values[positions == positions[-1]]
+    bad = last[~np.isfinite(last)]
+    return int(positions[-1]), float(bad[0] if len(bad) else last.mean())
 
 
 def _line(
@@ -159,20 +182,31 @@ def as_output(line: LineBins, info: TensorInfo, figure: str) -> BinnedLine:
         figure=figure,
         mode=line.mode,
         workers=line.workers,
+        worker=line.worker,
         derived=info.derived and line.mode == "train",
         count=whole_numbers(line.count),
         mean=numbers(line.mean),
         min=numbers(line.min),
         max=numbers(line.max),
         nonfinite=whole_numbers(line.nonfinite),
+        newest=None if line.newest is None else _newest_value(*line.newest),
     )
+
+
+def _newest_value(step: int, value: float) -> NewestValue:
+    return NewestValue(step=step, value=value if np.isfinite(value) else None, text=f"{value:.6g}")
 
 
 def in_order(lines: Sequence[LineBins], infos: Sequence[TensorInfo]) -> list[LineBins]:
     """Return lines with those of training first, then in the model's order."""
     return sorted(
         lines,
-        key=lambda line: (_MODE_ORDER[line.mode], infos[line.tensor].order, infos[line.tensor].name),
+        key=lambda line: (
+            _MODE_ORDER[line.mode],
+            infos[line.tensor].order,
+            infos[line.tensor].name,
+            -1 if line.worker is None else line.worker,
+        ),
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,8 +14,9 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from watchstep.format.statistics import Floats
-from watchstep.format.tensors import LOSSES, METRICS, TensorInfo
+from watchstep.format.tensors import LOSSES, METRICS, SYSTEM, TensorInfo
 from watchstep.reading.columns import Columns, Selection
+from watchstep.reading.comparison.settings import is_hyperparameter
 from watchstep.reading.queries import loss_values
 from watchstep.reading.run import Run
 from watchstep_services.api.queries.line_bins import (
@@ -65,16 +65,14 @@ from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Attempt, BoundJobRow, RunRow, Segment
 from watchstep_services.runs.lifecycle import health_of
 
-HYPERPARAMETER = re.compile(
-    r"(?:.*\.)?optimizer(?:_\d+)?:(?:learning_rate|momentum|beta1|beta2|weight_decay)/.*", re.DOTALL
-)
-"""Names of the metrics that recorders write for each parameter group of an optimizer, when a value changes."""
-
 REPEATED_STEPS = 1000
 """Recorders repeat an unchanged hyperparameter after this number of steps."""
 
 SCALAR_FIGURES = ("mean", "count", "nan", "pos_inf", "neg_inf")
-_MAX_LINES = {"losses": 32, "optimizer": 64, "metrics": 32}
+_MAX_LINES = {"losses": 32, "optimizer": 64, "metrics": 64, "system": 128}
+_OF_WORKERS = frozenset({"metrics", "system"})
+"""Groups with a line per worker: a flag, or the load of a machine, has no mean over workers."""
+
 _MAX_RECORDERS = 64
 _MAX_ATTEMPTS = 200
 _MAX_URL = 2000
@@ -232,11 +230,12 @@ def _is_web_page(url: str) -> bool:
 
 @dataclass(frozen=True)
 class OverviewWindow:
-    """The steps of a picture, and its number of columns."""
+    """The steps of a picture, its number of columns, and the rank of the only worker that it shows; None for all."""
 
     first: int
     last: int
     points: int
+    worker: int | None = None
 
 
 @dataclass(frozen=True)
@@ -247,12 +246,15 @@ class Scalars:
     losses: LineGroup
     optimizer: LineGroup
     metrics: LineGroup
+    system: LineGroup
+    workers: Sequence[int]
     hyperparameters: Mapping[str, float | None]
     collections: Mapping[str, int]
 
 
 EMPTY_GRID = StepGrid(first=0, last=-1, edges=[], time_ns=[])
-EMPTY_SCALARS = Scalars(EMPTY_GRID, LineGroup(lines=[]), LineGroup(lines=[]), LineGroup(lines=[]), {}, {})
+_NO_LINES = LineGroup(lines=[])
+EMPTY_SCALARS = Scalars(EMPTY_GRID, _NO_LINES, _NO_LINES, _NO_LINES, _NO_LINES, (), {}, {})
 
 
 def read_scalars(run: Run, window: OverviewWindow) -> Scalars:
@@ -269,13 +271,16 @@ def read_scalars(run: Run, window: OverviewWindow) -> Scalars:
     kinds = [kind_of(info) for info in infos]
     names = frozenset(info.name for info, kind in zip(infos, kinds, strict=True) if kind)
     grid = StepGrid(first=first, last=last, edges=edges.tolist(), time_ns=[])
-    empty = LineGroup(lines=[])
+    workers = run.workers
     if not names or not len(edges):
         times: list[int | None] = [None] * max(0, len(edges) - 1)
-        return Scalars(grid.model_copy(update={"time_ns": times}), empty, empty, empty, {}, collections)
+        timed = grid.model_copy(update={"time_ns": times})
+        return replace(EMPTY_SCALARS, grid=timed, workers=workers, collections=collections)
     earlier = max(0, int(edges[0]) - REPEATED_STEPS)
     selection = Selection((*SCALAR_FIGURES, "time_ns"), names, earlier, int(edges[-1]) - 1)
     columns = run.index.consistently(lambda: run.index.collect(selection))
+    if window.worker is not None:
+        columns = only(columns, columns["worker"] == window.worker)
     of_tensor = np.array([_KINDS.index(kind) for kind in kinds])[columns["tensor"]]
     groups = {}
     hyperparameters: dict[str, float | None] = {}
@@ -294,6 +299,8 @@ def read_scalars(run: Run, window: OverviewWindow) -> Scalars:
         groups["losses"],
         groups["optimizer"],
         groups["metrics"],
+        groups["system"],
+        workers,
         hyperparameters,
         collections,
     )
@@ -306,21 +313,24 @@ def _newest_hyperparameters(run: Run, infos: Sequence[TensorInfo], last: int) ->
     return run.index.consistently(lambda: run.index.collect(selection))
 
 
-_KINDS = ("", "losses", "optimizer", "metrics")
+_KINDS = ("", "losses", "optimizer", "metrics", "system")
 
 
 def kind_of(info: TensorInfo) -> str:
-    """Return the group of a scalar: losses, optimizer or metrics; empty for other tensors."""
+    """Return the group of a scalar: losses, optimizer, metrics or system; empty for other tensors."""
     if LOSSES in info.collections:
         return "losses"
+    if SYSTEM in info.collections:
+        return "system"
     if METRICS not in info.collections:
         return ""
-    return "optimizer" if HYPERPARAMETER.fullmatch(info.name) else "metrics"
+    return "optimizer" if is_hyperparameter(info) else "metrics"
 
 
 def _group(kind: str, columns: Columns, infos: Sequence[TensorInfo], edges: NDArray[np.int64]) -> LineGroup:
     steps, values = columns["step"].astype(np.int64), loss_values(columns)
-    lines = bin_rows(columns, values, steps, edges)
+    is_of_workers = kind in _OF_WORKERS and len(np.unique(columns["worker"])) > 1
+    lines = bin_rows(columns, values, steps, edges, by_worker=is_of_workers)
     if kind == "optimizer":
         lines = _repeated(lines, columns, values, edges)
     limit = _MAX_LINES[kind]

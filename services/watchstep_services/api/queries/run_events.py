@@ -142,10 +142,17 @@ def mark_of(event: RunEvent, visible: Mapping[str, VisibleSteps], newest: str) -
         severity=event.text("severity") if event.is_of_alert else "",
         name=event.config_name,
         fingerprint=event.text("fingerprint"),
+        since_step=event.step_of("since_step") if event.is_of_alert else None,
+        worker=_worker_of(event.data.get("finding")),
         tensor=tensor[:_MAX_NAME],
         causes=causes,
         inhibited_by=event.text("inhibited_by"),
     )
+
+
+def _worker_of(finding: object) -> int | None:
+    worker = finding.get("worker") if isinstance(finding, dict) and finding.get("tensor") else None
+    return worker if type(worker) is int else None
 
 
 def _tensors_of(finding: object) -> tuple[str, list[str]]:

@@ -53,6 +53,7 @@ class AttemptTimes:
     started_ns: int
     first_seen_ns: int
     largest: int
+    world_size: int
 
 
 @dataclass
@@ -72,7 +73,12 @@ class _Related:
         related = cls()
         of_runs = (
             select(
-                Attempt.run_id, Attempt.attempt, Attempt.started_ns, Attempt.first_seen_ns, Attempt.largest
+                Attempt.run_id,
+                Attempt.attempt,
+                Attempt.started_ns,
+                Attempt.first_seen_ns,
+                Attempt.largest,
+                Attempt.world_size,
             )
             .where(Attempt.run_id.in_(ids))
             .order_by(Attempt.id)
@@ -160,6 +166,7 @@ def _facts(base_url: str, row: RunRow, related: _Related, now: int) -> RunFacts:
         state=row.state,
         attempt=row.attempt,
         attempts=len(attempts),
+        workers=next((times.world_size for times in attempts if times.attempt == row.attempt), 0),
         last_step=row.last_step,
         max_step=max_step_of(row.health),
         rate=related.recent.get(row.id) or _mean_rate(row, attempts, related.first_steps.get(row.id), until),
@@ -221,7 +228,13 @@ def overhead_of(report: Mapping[str, Any]) -> Overhead | None:
     share = _share(overhead.get("share"))
     if share is None:
         return None
-    return Overhead(share=share, budget=_share(overhead.get("budget")))
+    steps = overhead.get("steps")
+    return Overhead(
+        share=share,
+        recent_share=_share(overhead.get("recent_share")),
+        budget=_share(overhead.get("budget")),
+        steps=steps if type(steps) is int and 0 <= steps < _LARGEST else None,
+    )
 
 
 def overhead_of_run(health: Mapping[str, Any]) -> Overhead | None:

@@ -206,6 +206,8 @@ def histogram_output(tensor: str, histogram: HistogramSeries) -> HistogramOutput
         counts=whole_numbers(histogram.counts),
         zeros=whole_numbers(histogram.zeros),
         nonfinite=whole_numbers(histogram.nonfinite),
+        first=whole_numbers(histogram.first),
+        last=whole_numbers(histogram.last),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ from fastapi import APIRouter, Query
 
 from watchstep.format.documents import Checkpoint
 from watchstep.reading.run import Run
+from watchstep_rules.rule import cause_rank
 from watchstep_rules.signals.deviations import ONSET_STEPS
 from watchstep_services.api.lookup import find_alert, find_run, run_store
 from watchstep_services.api.middleware.access import permits
@@ -66,6 +68,7 @@ class _Evidence:
     lines: Sequence[EvidenceLine]
     changes: Sequence[PriorEvent]
     deviations: AlertDeviations
+    computation: Sequence[str] = ()
 
 
 @router.get("/page", summary="Read the page of an alert", response_model=AlertPage)
@@ -103,10 +106,13 @@ def get_alert_page(
     listing, problem = _list(queries, project, run, records.alert.attempt, window, step)
 
     def build(opened: Run) -> View:
+        deviations = _deviations(queries, (project, run), opened, records.alert.attempt, since)
+        bad = {entry.tensor for entry in deviations.deviations} | {entry.tensor for entry in records.findings}
         evidence = _Evidence(
             read_evidence_lines(opened, records.finding, window),
             hyperparameter_changes(opened, window.first, since),
-            _deviations(queries, (project, run), opened, records.alert.attempt, since),
+            deviations,
+            _in_flow(opened, bad),
         )
         return encode_model(_page(run_records, records, listing, evidence, window, location))
 
@@ -187,6 +193,7 @@ def _page(
             fixed_parameter=parameter,
         ),
         deviations=evidence.deviations,
+        computation=list(evidence.computation),
         before=[*evidence.changes, *_checkpoints(listing.checkpoint), *records.before],
         actions=list(records.actions),
         acknowledgement=records.acknowledgement,
@@ -195,6 +202,12 @@ def _page(
         commands=commands_for(location, finding.tensor, figure, finding.step, listing.objects),
         others=_others(run_records, records.alert.fingerprint),
     )
+
+
+def _in_flow(run: Run, names: AbstractSet[str]) -> list[str]:
+    """Return the recorded ones of some tensors, in the order in which a step computes them."""
+    chosen = [info for info in run.index.tensors() if info.name in names]
+    return [info.name for info in sorted(chosen, key=lambda info: (cause_rank(info), info.name))]
 
 
 def _others(run_records: RunRecords, fingerprint: str) -> list[OtherAlert]:
@@ -214,7 +227,7 @@ def _others(run_records: RunRecords, fingerprint: str) -> list[OtherAlert]:
                 name=lane.name,
                 severity=lane.severity,
                 phase=lane.phase,
-                step=None if mark is None else mark.step,
+                step=None if mark is None else mark.since_step,
                 inhibited_by="" if mark is None else mark.inhibited_by,
             )
         )

@@ -18,10 +18,10 @@ from watchstep_services.api.queries.comparison import (
     AlignedSeries,
     ComparisonRequest,
     common_tensors,
-    differing_settings,
     divergences_of,
     read_compared,
     readable,
+    settings_of,
 )
 from watchstep_services.api.queries.forms import encode_model
 from watchstep_services.api.queries.run_facts import facts_of
@@ -91,7 +91,7 @@ def get_comparison(
         if (cached := queries.views.get(etag)) is not None:
             return cached.response(etag)
         compared = read_compared(opened, request)
-        settings = differing_settings(opened, request)
+        settings = settings_of(opened, request)
         comparison = Comparison(
             runs=[
                 _run(facts[name], opened[name], compared, run_store(service, project, name).location)

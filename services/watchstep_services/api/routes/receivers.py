@@ -123,7 +123,7 @@ class MessagePreviewOutput(BaseModel):
     model_config = _with_example(
         {
             "title": "[FIRING] no-nans (critical) vision/resnet50-17",
-            "text": "no-nans (critical) firing at step 5",
+            "text": "no-nans (critical) firing: bad from step 5",
         }
     )
 

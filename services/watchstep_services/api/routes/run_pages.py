@@ -121,6 +121,10 @@ def get_overview(
     points: Columns = 1000,
     first: FirstStep = 0,
     last: LastStep = LAST_STEP,
+    worker: Annotated[
+        int | None,
+        Query(ge=0, lt=2**31, description="Only rows of this worker, of losses, metrics and the system."),
+    ] = None,
     if_none_match: IfNoneMatch = None,
 ) -> Any:
     """Return losses, learning rates and metrics over the steps, events, one lane per rule, configuration, attempts and health of a run.
@@ -131,14 +135,14 @@ def get_overview(
     with service.database.read() as session:
         records = read_records(session, service.base_url, find_run(session, project, run))
     location = run_store(service, project, run).location
-    window = OverviewWindow(first, last, points)
+    window = OverviewWindow(first, last, points, worker)
 
     def build(opened: Run) -> View:
         scalars = read_scalars(opened, window)
         configuration = configuration_of(opened, location, scalars.hyperparameters)
         return encode_model(_overview(records, scalars, configuration, ""))
 
-    inputs = (records.inputs(), first, last, points, location)
+    inputs = (records.inputs(), first, last, points, worker, location)
     request = ViewRequest(project, run, RunOverview, "json", inputs, if_none_match)
     try:
         return respond(queries, request, build)
@@ -159,6 +163,8 @@ def _overview(
         losses=scalars.losses,
         optimizer=scalars.optimizer,
         metrics=scalars.metrics,
+        system=scalars.system,
+        workers=list(scalars.workers),
         collections=dict(scalars.collections),
         marks=list(records.marks),
         marks_left_out=records.earlier_events,

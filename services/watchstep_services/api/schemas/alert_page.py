@@ -208,7 +208,9 @@ class OtherAlert(BaseModel):
     name: str
     severity: str
     phase: str = Field(description="pending, firing or resolved, on the newest attempt.")
-    step: int | None = Field(description="Step at which it fired last; null: it has not fired.")
+    step: int | None = Field(
+        description="Step from which the run is bad, the first of the findings; null: it has not fired."
+    )
     inhibited_by: str = Field("", description="Rule config whose alert explains this one; empty: none.")
 
 
@@ -224,6 +226,9 @@ class AlertPage(BaseModel):
     episodes: list[Episode] = Field(description="Newest first; at most 50.")
     series: AlertSeries
     deviations: AlertDeviations
+    computation: list[str] = Field(
+        description="Tensors of the findings and deviations in the order in which a step computes them: what comes first can be the cause."
+    )
     before: list[PriorEvent] = Field(description="Newest first.")
     actions: list[ActionOutput] = Field(description="Actions of the alert's events, with every attempt.")
     acknowledgement: AcknowledgementState | None

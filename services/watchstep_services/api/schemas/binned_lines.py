@@ -26,16 +26,27 @@ FirstStep = Annotated[int, Query(ge=0, le=LAST_STEP, description="First step.")]
 LastStep = Annotated[int, Query(ge=0, le=LAST_STEP, description="Last step.")]
 
 
+class NewestValue(BaseModel):
+    """The value of the newest row of a line, also if it is not finite."""
+
+    step: int
+    value: float | None = Field(
+        description="Of several workers the mean, unless one is not finite; null: not finite."
+    )
+    text: str = Field(description="The value as text: nan, inf or -inf if it is not finite.")
+
+
 class BinnedLine(BaseModel):
     """One figure of one tensor in one mode, over the columns of the grid. Each list has one entry per column.
 
-    A column summarizes the rows of its steps and of all workers.
+    A column summarizes the rows of its steps and of all workers, or of one.
     """
 
     tensor: str
     figure: str
     mode: str
     workers: int = Field(description="Number of workers with rows.")
+    worker: int | None = Field(None, description="Rank, of a line of one worker; null: of all workers.")
     derived: bool = Field(
         False, description="Whether the program did not log the loss; then it was read at backward()."
     )
@@ -44,6 +55,7 @@ class BinnedLine(BaseModel):
     min: Values
     max: Values
     nonfinite: list[int] = Field(description="Number of rows of each column without a finite value.")
+    newest: NewestValue | None = Field(description="Null: no row in these columns.")
 
 
 class LineGroup(BaseModel):

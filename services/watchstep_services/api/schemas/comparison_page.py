@@ -94,10 +94,24 @@ class Divergence(BaseModel):
 class DifferingSetting(BaseModel):
     """A setting that is not the same in all runs."""
 
-    source: Literal["hyperparameter", "config", "environment"]
+    source: Literal["hyperparameter", "environment", "config"]
     name: str
     values: list[str | float | bool | None] = Field(
         description="By run, in the order of the request; null: not set."
+    )
+    step: int | None = Field(
+        description="Of a hyperparameter: the first step at which the values differ; null: of the whole run."
+    )
+
+
+class ComparedSettings(BaseModel):
+    """The settings of all runs."""
+
+    differing: list[DifferingSetting] = Field(
+        description="Hyperparameters first, by step, then the environment and the capture configuration; at most 200."
+    )
+    compared: dict[str, int] = Field(
+        description="Kind of setting to the number of settings that were compared."
     )
 
 
@@ -112,4 +126,4 @@ class Comparison(BaseModel):
         description="Tensors that can be chosen: those of two or more runs; at most 1,000."
     )
     divergences: list[Divergence]
-    settings: list[DifferingSetting]
+    settings: ComparedSettings

@@ -26,8 +26,12 @@ class StepRate(BaseModel):
 class Overhead(BaseModel):
     """Cost of recording, as a share of the program's time; of several recorders, the largest."""
 
-    share: float
+    share: float = Field(description="Since the start.")
+    recent_share: float | None = Field(description="In the last five minutes; null: not known.")
     budget: float | None = Field(description="The budget; null: none is set.")
+    steps: int | None = Field(
+        description="Number of steps so far; null: not known. The first steps are measured beyond the budget."
+    )
 
 
 class HealthDigest(BaseModel):
@@ -66,6 +70,7 @@ class RunFacts(BaseModel):
     state: str = Field(description="created, running, completed, failed, stopped or lost.")
     attempt: str = Field(description="Newest attempt; empty: none.")
     attempts: int
+    workers: int = Field(description="Number of ranks of the newest attempt; 0: not known.")
     last_step: int = Field(description="Largest evaluated step; -1: none.")
     max_step: int | None = Field(description="Number of steps that the run will make; null: not known.")
     rate: StepRate | None
@@ -112,6 +117,11 @@ class RunMark(BaseModel):
     severity: str = Field(description="Severity of the alert; empty: not an alert.")
     name: str = Field(description="Rule config; empty: none.")
     fingerprint: str = Field(description="Fingerprint of the alert; empty: none.")
+    since_step: int | None = Field(
+        None,
+        description="Of an alert: the step from which the run is bad, the first of its findings; null: none.",
+    )
+    worker: int | None = Field(None, description="Rank of the worker of the alert's finding; null: none.")
     tensor: str = Field("", description="Tensor that the alert's finding is about; empty: none.")
     causes: list[str] = Field(
         [],
@@ -215,7 +225,13 @@ class RunOverview(BaseModel):
     optimizer: LineGroup = Field(
         description="Learning rates and other hyperparameters. A value lasts until the next one: columns without a row repeat it, with count 0."
     )
-    metrics: LineGroup = Field(description="Other scalars that the program recorded.")
+    metrics: LineGroup = Field(
+        description="Other scalars that the program recorded; of several workers, a line per worker."
+    )
+    system: LineGroup = Field(
+        description="Load of processors, memory and GPUs, and waiting for data; of several workers, a line per worker."
+    )
+    workers: list[int] = Field(description="Ranks of the workers with records.")
     collections: dict[str, int] = Field(description="Recorded collections: name to number of tensors.")
     marks: list[RunMark] = Field(description="By time.")
     marks_left_out: int = Field(description="Number of earlier marks beyond the limit.")

@@ -135,7 +135,9 @@ def _audit_lines(entry: dict[str, Any]) -> Iterator[str]:
     elif entry["kind"] == "tried":
         yield f"{head}try {data['number']}: {data['outcome']}: {data['detail']}"
     elif entry["kind"] == "ended":
-        at = f" at step {data['stopped_at_step']}" if data.get("stopped_at_step") is not None else ""
+        at = (
+            f", ended after step {data['stopped_at_step']}" if data.get("stopped_at_step") is not None else ""
+        )
         yield f"{head}{data['state']} after {data['tries']} tries{at}: {data['detail']}"
 
 

@@ -18,6 +18,7 @@ from watchstep.errors import NotFoundError
 from watchstep.format.layout import ENDS, RUN_DOCUMENT
 from watchstep.format.tensors import LOSSES, MODES, Mode
 from watchstep.reading.compaction import compact
+from watchstep.reading.outcome import ended_after
 from watchstep.reading.run import Run
 from watchstep.reading.run_documents import ATTEMPT, DAMAGED, END, read_documents, read_state
 from watchstep.reading.run_lookup import find_run
@@ -71,6 +72,10 @@ def show_run(
     for line in _seed_lines(opened):
         out.print(f"seeds     {line}", soft_wrap=True)
     _print_losses(opened)
+    outcome = opened.outcome()
+    if stop := outcome.rule_stop:
+        end_words = ended_after(stop.step, outcome.last_step)
+        out.print(f"bad       from step {stop.step}, by rule {stop.rule}; {end_words}", soft_wrap=True)
     if skipped := _skipped_steps(opened):
         shown = ", ".join(map(str, skipped[:_MOST_SKIPPED]))
         more = f" and {len(skipped) - _MOST_SKIPPED} more" if len(skipped) > _MOST_SKIPPED else ""
@@ -78,7 +83,7 @@ def show_run(
     for end in opened.ends():
         reason = f": {end.reason}" if end.reason else ""
         out.print(
-            f"ended     worker {end.worker} {end.state} after step {end.last_step}{reason}",
+            f"ended     worker {end.worker} {end.state}, ended after step {end.last_step}{reason}",
             soft_wrap=True,
         )
     if reason := _missing_records(opened, stored.state):
@@ -131,6 +136,8 @@ def _missing_records(run: Run, state: str) -> str:
 
 def _as_data(run: Run, service: str) -> dict[str, Any]:
     steps, stored, alerts = run.steps(), read_state(run.store), fired_alerts(run, service)
+    outcome = run.outcome()
+    stop = outcome.rule_stop
     losses = _losses_by_name(run)
     return {
         "project": run.document.project,
@@ -139,6 +146,8 @@ def _as_data(run: Run, service: str) -> dict[str, Any]:
         "state": stored.state,
         "steps": {"first": steps[0], "last": steps[-1], "recorded": len(steps)} if steps else None,
         "reason": _missing_records(run, stored.state),
+        "bad_from": None if stop is None else stop.step,
+        "ended_after": outcome.last_step if run.ends() else None,
         "attempts": list(run.attempts),
         "workers": list(run.workers),
         "environment": run.environment(),

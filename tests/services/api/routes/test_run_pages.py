@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,11 @@ def test_health_and_overhead_come_from_the_recorders(api: Api) -> None:
             "faults": {"upload": "OSError: full"},
         },
         "node/w1": {"counts": {}, "overhead": {"share": 0.004, "budget": 0.01}, "max_step": 500},
-        "node/w2": {"overhead": {"share": 0.02, "budget": 0.01}},
+        "node/w2": {"overhead": {"share": 0.02, "budget": 0.01, "recent_share": 0.008, "steps": 500}},
     }
     api.driven.change(RunRow, run_id, health={"recorders": reports, "missing_segments": 2})
     (row,) = api.get(f"{PROJECT}/run-table")["runs"]
-    assert row["overhead"] == {"share": 0.02, "budget": 0.01}
+    assert row["overhead"] == {"share": 0.02, "recent_share": 0.008, "budget": 0.01, "steps": 500}
     assert row["max_step"] == 500
     assert row["health"] == {
         "level": "fault",
@@ -234,6 +235,41 @@ def test_a_run_without_losses_has_an_empty_chart(api: Api) -> None:
     overview = api.get(f"{RUN}/overview")
     assert (overview["problem"], overview["losses"]["lines"]) == ("", [])
     assert overview["grid"] == {"first": 0, "last": 4, "edges": [0, 1, 2, 3, 4, 5], "time_ns": [None] * 5}
+
+
+def test_the_newest_value_is_of_the_newest_row_also_if_it_is_not_finite(api: Api) -> None:
+    recording = api.driven.recording().begin()
+    loss = tensor("loss", "losses", role="loss", shape=())
+    rows = [Row(step, loss, [math.nan if step == 9 else 1.5]) for step in range(10)]
+    recording.write_rows(0, [*rows, Row(4, loss, [2.5], mode="eval")])
+    api.driven.register()
+    train, evaluation = api.get(f"{RUN}/overview", points=2)["losses"]["lines"]
+    assert train["mean"] == [1.5, 1.5]
+    assert train["newest"] == {"step": 9, "value": None, "text": "nan"}
+    assert evaluation["newest"] == {"step": 4, "value": 2.5, "text": "2.5"}
+
+
+def test_metrics_and_the_system_have_a_line_per_worker_and_flags_no_mean(api: Api) -> None:
+    recording = api.driven.recording().begin(world_size=2)
+    loss = tensor("loss", "losses", role="loss", shape=())
+    flag = tensor("skipped", "metrics", role="metric", shape=())
+    load = tensor("system/cpu", "system", role="system", shape=())
+    keys = []
+    for worker in (0, 1):
+        rows = [Row(step, loss, [1.0 + worker], worker=worker) for step in range(4)]
+        rows += [Row(step, flag, [float(worker)], worker=worker) for step in range(4)]
+        rows += [Row(2, load, [0.25 + worker], mode="global", worker=worker)]
+        keys.append(recording.write_rows(0, rows, worker))
+    api.driven.judge(api.driven.register(), *keys)
+    overview = api.get(f"{RUN}/overview", points=1)
+    assert (overview["workers"], overview["run"]["workers"]) == ([0, 1], 2)
+    assert [line["mean"] for line in overview["losses"]["lines"]] == [[1.5]]
+    for group, values in (("metrics", [[0.0], [1.0]]), ("system", [[0.25], [1.25]])):
+        lines = overview[group]["lines"]
+        assert [line["worker"] for line in lines] == [0, 1]
+        assert [line["mean"] for line in lines] == values
+    (line,) = api.get(f"{RUN}/overview", points=1, worker=1)["losses"]["lines"]
+    assert (line["mean"], line["workers"]) == ([2.0], 1)
 
 
 def test_an_overview_survives_deleted_and_damaged_objects(api: Api, folder_store: Store) -> None:

@@ -430,10 +430,12 @@ def test_differing_settings_are_listed(api: Api, folder_store: Store) -> None:
         folder_store.put(f"vision/{run}/{attempt_document('a1')}", documents.encode(claim))
         Recording(folder_store, run).write(0, 0, 3, healthy)
         api.driven.register(run)
-    assert compare(api, runs="one,two")["settings"] == [
-        {"source": "config", "name": "model.lr", "values": [0.1, 0.2]},
-        {"source": "environment", "name": "torch", "values": ["2.0.1", "2.0.2"]},
+    settings = compare(api, runs="one,two")["settings"]
+    assert settings["differing"] == [
+        {"source": "environment", "name": "torch", "values": ["2.0.1", "2.0.2"], "step": None},
+        {"source": "config", "name": "model.lr", "values": [0.1, 0.2], "step": None},
     ]
+    assert settings["compared"] == {"hyperparameter": 0, "environment": 1, "config": 2}
 
 
 def test_hostile_numbers_are_shown(api: Api) -> None:
@@ -452,8 +454,8 @@ def test_hostile_numbers_are_shown(api: Api) -> None:
     (series,) = answer["series"]
     assert [sum(line["count"]) for line in series["lines"]] == [4, 3]
     assert answer["grid"]["edges"] == [0, 2**60, 2**61, 3 * 2**60, 2**62 + 1]
-    assert answer["settings"] == [
-        {"source": "config", "name": "seed", "values": [None, "1" + 299 * "0"]},
+    assert answer["settings"]["differing"] == [
+        {"source": "config", "name": "seed", "values": [None, "1" + 299 * "0"], "step": None},
     ]
 
 

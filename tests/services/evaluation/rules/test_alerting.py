@@ -97,7 +97,7 @@ def test_an_event_says_what_was_seen_and_what_to_try(sqlite: Database, folder_st
     assert data["message"] == "vision: run-1 has 1 NaN among 1 elements of loss, 0 tolerated since 5"
     assert (data["labels"], data["notify"], data["dry_run"]) == ({"team": "vision"}, ["ml-oncall"], False)
     explanation = data["explanation"]
-    assert explanation["title"] == "non_finite_values (critical) firing at step 5"
+    assert explanation["title"] == "non_finite_values (critical) firing: bad from step 5"
     assert explanation["seen"] == data["finding"]["message"]
     assert explanation["where"] == "loss: a loss; worker 0, mode train"
     assert explanation["usual_causes"]

@@ -140,7 +140,7 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
     assert "gradient" in stop.payload["reason"]  # what was known when it was asked for
     lines = teller.new_lines()
     assert lines[0] == (
-        "watchstep: vision/run-1: non_finite_values (critical) firing at step 5; later rows show a likelier cause"
+        "watchstep: vision/run-1: non_finite_values (critical) firing: bad from step 5; later rows show a likelier cause"
     )
     assert lines[2] == "  where   loss: a loss; worker 1, mode train"
 

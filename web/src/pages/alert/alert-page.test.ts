@@ -3,7 +3,15 @@ import type { Schemas } from "../../api/client";
 import { distanceOf, newestFirst } from "./before";
 import { chartsOf, evidenceColumns, needsLogarithm, shownRange } from "./evidence";
 import { barOf, describeDeviation, describeFinding, partOf, rankTensors } from "./layers";
-import { detailOf, inactionOf, outcomeSentence, phaseSentence, shorten, suspectsOf } from "./sentence";
+import {
+  headlineOf,
+  inactionOf,
+  outcomeSentence,
+  phaseSentence,
+  roleOf,
+  shorten,
+  suspectsOf,
+} from "./sentence";
 import { labelChoices, matchersOf } from "./silence";
 
 type AlertPage = Schemas["AlertPage"];
@@ -56,14 +64,17 @@ interface Parts {
   deviations?: Schemas["Deviation"][];
   stop?: Partial<Schemas["StopFacts"]> | null;
   others?: Partial<Schemas["OtherAlert"]>[];
+  rule?: string;
+  computation?: string[];
 }
 function pageOf(parts: Parts = {}): AlertPage {
   return {
-    run: { state: "running", last_step: 22, ...parts.run },
+    run: { state: "running", last_step: 22, workers: 1, ...parts.run },
     stop: parts.stop ?? null,
     alert: { fingerprint: "f", phase: "firing", step: 20, dry_run: false, inhibited_by: "", ...parts.alert },
     finding,
-    rule: { config: { actions: [] } },
+    rule: { config: { actions: [] }, rule: parts.rule ?? "exploding_gradient" },
+    computation: parts.computation ?? [],
     series: {
       first: 0,
       last: 70,
@@ -80,16 +91,18 @@ function pageOf(parts: Parts = {}): AlertPage {
 }
 
 describe("sentences", () => {
-  it("say what fired, with what value", () => {
-    expect(detailOf(finding)).toBe(" (gradient of module fc, Linear): value 10, threshold 5");
-    expect(detailOf({ ...finding, tensor: "", value_text: "" })).toBe("");
-    expect(detailOf({ ...finding, module: "", role: "loss", threshold_text: "" })).toBe(" (loss): value 10");
+  it("say what happened, from which step on and on which rank", () => {
+    expect(headlineOf(pageOf())).toBe("Bad from step 20: too large.");
+    const several = pageOf({ run: { workers: 2 }, alert: { since_step: 18 } });
+    expect(headlineOf(several)).toBe("Bad from step 18 on rank 0: too large.");
+    expect(roleOf(finding)).toBe("gradient of module fc, Linear");
+    expect(roleOf({ ...finding, module: "", role: "loss" })).toBe("loss");
   });
 
   it("say what became of the run", () => {
     const own = { fingerprint: "f", step: 25, outcome: "the job is gone" };
     expect(outcomeSentence(pageOf({ stop: { ...own, state: "done" } }))).toBe(
-      "It stopped the run at step 25.",
+      "The alert stopped the run; it ended after step 22, 3 steps lost.",
     );
     expect(outcomeSentence(pageOf({ stop: { ...own, state: "failed" } }))).toContain(
       "which failed: the job is",
@@ -105,7 +118,7 @@ describe("sentences", () => {
           others: [{ fingerprint: "g", name: "loss_spike" }],
         }),
       ),
-    ).toBe("The run was stopped by loss_spike.");
+    ).toBe("The run was stopped by loss_spike; it ended after step 22, 3 steps lost.");
     expect(outcomeSentence(pageOf({ run: { state: "completed" }, alert: { dry_run: true } }))).toContain(
       "dry run",
     );
@@ -134,10 +147,10 @@ describe("sentences", () => {
 describe("evidence", () => {
   it("draws a fixed threshold across the whole window", () => {
     const [chart] = chartsOf(pageOf({ series: { fixed_threshold: 5, fixed_parameter: "most" } }));
-    expect(chart!.x).toEqual([0, 10, 15, 20, 70]);
+    expect(chart!.x).toEqual([0, 10, 11, 15, 16, 20, 70]);
     expect(chart!.series.map(({ values }) => values)).toEqual([
-      [null, 1, 2, null, null],
-      [5, 5, 5, 5, 5],
+      [null, 1, null, 2, null, null, null],
+      [5, 5, 5, 5, 5, 5, 5],
     ]);
     expect(chart!.series[1]!.label).toBe("threshold (most)");
     expect(chart!.nonfinite).toEqual([[20, 20]]);
@@ -150,7 +163,7 @@ describe("evidence", () => {
       point(20, finding.tensor, 3, 1.5),
     ];
     const page = pageOf({ series: { findings } });
-    expect(chartsOf(page)[0]!.series[1]!.values).toEqual([null, 1, 1.5]);
+    expect(chartsOf(page)[0]!.series[1]!.values).toEqual([null, null, 1, null, 1.5]);
     expect(evidenceColumns(page).threshold).toEqual([null, 1, 1.5]);
   });
 
@@ -207,6 +220,35 @@ describe("layers", () => {
       "exp_avg",
       "value",
     ]);
+  });
+
+  it("with NaN are in the order of the computation, whatever their size", () => {
+    const findings = [
+      point(20, "large.weight:gradient", 1e6),
+      point(20, "small.weight:gradient", 2),
+      point(19, "late.weight:gradient", 1),
+    ];
+    const nan = { ...deviation("out:output", 1e6), statistic: "nonfinite_share", value: 0.01 };
+    const computation = [
+      "out:output",
+      "small.weight:gradient",
+      "large.weight:gradient",
+      "late.weight:gradient",
+    ];
+    const page = pageOf({
+      rule: "nan_or_inf",
+      computation,
+      series: { findings },
+      deviations: [deviation("loss", 9), nan],
+    });
+    expect(rankTensors(page).map(({ tensor }) => tensor)).toEqual([
+      "late.weight:gradient",
+      "out:output",
+      "small.weight:gradient",
+      "large.weight:gradient",
+      "loss",
+    ]);
+    expect(describeFinding({ value: 49152, threshold: 0 }, true)).toBe("49,152 elements are not finite");
   });
 
   it("are described in words", () => {

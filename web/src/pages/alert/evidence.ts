@@ -1,5 +1,5 @@
 import type { Schemas } from "../../api/client";
-import type { LineSeries } from "../../charts/line-chart";
+import { placedOn, stepsWithGaps, type LineSeries } from "../../charts/line-chart";
 
 // The evidence of an alert as charts: one per figure, with the thresholds of the rule where it has the same axis.
 
@@ -48,34 +48,25 @@ export function chartsOf(page: AlertPage): EvidenceChart[] {
 
 function chartOf(line: EvidenceLine, page: AlertPage): EvidenceChart {
   const { first, last } = page.series;
-  const x = line.step.map((step, entry) => (step + line.last_step[entry]!) / 2);
-  let [mean, low, high] = [[...line.mean], [...line.min], [...line.max]];
+  const x = stepsWithGaps([line]);
   const series: LineSeries[] = [];
-  let threshold: (number | null)[] | null = null;
+  let threshold: LineSeries["values"] | null = null;
   if (line.measures_value) {
     const fixed = page.series.fixed_threshold;
     if (fixed !== null) {
       // The line of a fixed threshold crosses the whole picture.
-      const before = x.length === 0 || x[0]! > first ? [first] : [];
-      const after = x.length === 0 || x.at(-1)! < last ? [last] : [];
-      const pad = (values: (number | null)[]): (number | null)[] => [
-        ...before.map(() => null),
-        ...values,
-        ...after.map(() => null),
-      ];
-      [mean, low, high] = [pad(mean), pad(low), pad(high)];
-      x.unshift(...before);
-      x.push(...after);
+      if (x.length === 0 || x[0]! > first) x.unshift(first);
+      if (x.at(-1)! < last) x.push(last);
       threshold = x.map(() => fixed);
-    } else threshold = thresholdsAt(line, ownFindings(page));
+    } else threshold = placedOn(x, line, thresholdsAt(line, ownFindings(page)));
   }
   const binned = line.step.some((step, entry) => step !== line.last_step[entry]);
   series.push({
     label: line.figure === "mean" ? line.tensor : `${line.figure} of ${line.tensor}`,
-    values: mean,
-    ...(binned ? { band: { low, high } } : {}),
+    values: placedOn(x, line, line.mean),
+    ...(binned ? { band: { low: placedOn(x, line, line.min), high: placedOn(x, line, line.max) } } : {}),
   });
-  if (threshold?.some((value) => value !== null)) series.push(thresholdSeries(page, threshold));
+  if (threshold?.some((value) => value != null)) series.push(thresholdSeries(page, threshold));
   return {
     key: `${line.tensor} ${line.figure} ${line.mode} ${line.worker}`,
     title: `${line.figure === "mean" ? "" : `${line.figure} of `}${line.tensor}${line.mode === "train" ? "" : ` (${line.mode})`}`,
@@ -85,19 +76,18 @@ function chartOf(line: EvidenceLine, page: AlertPage): EvidenceChart {
     nonfinite: nonfiniteOf(line),
     logarithmic:
       needsLogarithm(line.mean) &&
-      (threshold === null || !threshold.some((value) => value !== null && value <= 0)),
+      (threshold === null || !threshold.some((value) => value != null && value <= 0)),
   };
 }
 
-function thresholdSeries(page: AlertPage, values: (number | null)[]): LineSeries {
+function thresholdSeries(page: AlertPage, values: LineSeries["values"]): LineSeries {
   const name = page.series.fixed_parameter;
   return {
     label: name === "" ? "threshold" : `threshold (${name})`,
     values,
     dashed: true,
-    spanGaps: true,
     colour: "--fault",
-    points: values.filter((value) => value !== null).length < 30,
+    points: values.filter((value) => value != null).length < 30,
   };
 }
 
@@ -128,13 +118,18 @@ function storedChart(page: AlertPage): EvidenceChart | null {
   if (findings.length === 0) return null;
   const values = findings.map((point) => point.value);
   const thresholds = findings.map((point) => point.threshold);
-  const threshold = thresholds.some((value) => value !== null) ? [thresholdSeries(page, thresholds)] : [];
+  const steps = findings.map((point) => point.step);
+  const line = { step: steps, last_step: steps };
+  const x = stepsWithGaps([line]);
+  const threshold = thresholds.some((value) => value !== null)
+    ? [thresholdSeries(page, placedOn(x, line, thresholds))]
+    : [];
   return {
     key: "findings",
     title: `Value of the rule at its findings${page.finding.tensor === "" ? "" : ` about ${page.finding.tensor}`}`,
     measured: true,
-    x: findings.map((point) => point.step),
-    series: [{ label: "value", values, points: true }, ...threshold],
+    x,
+    series: [{ label: "value", values: placedOn(x, line, values), points: true }, ...threshold],
     nonfinite: [],
     logarithmic:
       needsLogarithm(values) && needsLogarithm([...values, ...thresholds.filter((value) => value !== null)]),

@@ -1,7 +1,7 @@
 import type { Schemas } from "../../api/client";
-import { formatNumber, formatShare } from "../../components/format";
+import { formatCount, formatNumber, formatShare } from "../../components/format";
 
-// Tensors that were bad when an alert fired, the worst first.
+// Tensors that were bad when an alert fired: those with NaN or infinity in the order of the computation, then the worst first.
 
 type Deviation = Schemas["Deviation"];
 
@@ -26,9 +26,15 @@ const STATISTICS: Record<string, string> = {
   abs_max: "largest magnitude",
 };
 
+const NONFINITE_RULES = ["nan_or_inf", "non_finite_values"];
+
+/** Whether the values of a rule's findings are numbers of elements that are not finite. */
+export const countsNonfinite = ({ rule }: Schemas["FiredRule"]): boolean => NONFINITE_RULES.includes(rule);
+
 /**
- * Rank tensors: by their distance from the usual range, then what the rule found, by step and by how far it is beyond the threshold.
- * Of what the rule found, tensors of the same parameter or module are one entry.
+ * Rank tensors. Those with NaN or infinity are first, by step and in the order of the computation: the size of a tensor says nothing about
+ * the cause. The others follow by their distance from the usual range, then what the rule found, by step and by how far it is beyond the
+ * threshold. Of what the rule found, tensors of the same parameter or module are one entry.
  */
 export function rankTensors(page: Schemas["AlertPage"]): BadTensor[] {
   const deviating = new Map<string, BadTensor>();
@@ -45,7 +51,15 @@ export function rankTensors(page: Schemas["AlertPage"]): BadTensor[] {
     else if (!found.has(tensor))
       found.set(tensor, { tensor, step, worker, deviation: null, finding, related: [] });
   }
-  return [...deviating.values(), ...grouped([...found.values()])];
+  const flow = new Map(page.computation.map((tensor, place) => [tensor, place]));
+  const isDamaged = ({ deviation, finding }: BadTensor): boolean =>
+    deviation?.statistic === "nonfinite_share" || (finding !== null && countsNonfinite(page.rule));
+  const entries = [...deviating.values(), ...grouped([...found.values()])];
+  const damaged = entries.filter(isDamaged).sort((a, b) => {
+    const [first, second] = [flow.get(a.tensor) ?? flow.size, flow.get(b.tensor) ?? flow.size];
+    return a.step - b.step || first - second;
+  });
+  return [...damaged, ...entries.filter((entry) => !isDamaged(entry))];
 }
 
 /** Join tensors of the same parameter or module: the plainest of the earliest step stands for the others. */
@@ -103,8 +117,13 @@ function describeDistance(deviation: Deviation): string {
   return `${deviation.spreads.toLocaleString("en-US", { maximumFractionDigits: digits })} spreads`;
 }
 
-/** What the rule found, in words. */
-export function describeFinding(finding: { value: number | null; threshold: number | null }): string {
+/** What the rule found, in words; of a rule that counts elements that are not finite, their number. */
+export function describeFinding(
+  finding: { value: number | null; threshold: number | null },
+  isCount = false,
+): string {
+  if (isCount && finding.value !== null)
+    return `${formatCount(finding.value)} ${finding.value === 1 ? "element is" : "elements are"} not finite`;
   const value = finding.value === null ? "not finite" : formatNumber(finding.value);
   return `the rule measured ${value}${finding.threshold === null ? "" : `, threshold ${formatNumber(finding.threshold)}`}`;
 }

@@ -1,4 +1,5 @@
 import type { Schemas } from "../../api/client";
+import { stepsLost } from "../run/verdict";
 
 // What fired and what became of the run, in sentences.
 
@@ -11,13 +12,23 @@ export function shorten(text: string, most = 120): string {
   return `${text.slice(0, most - end - 1)}…${text.slice(-end)}`;
 }
 
-/** What the tensor of a finding is, and the measured value: ` (gradient of module 7, Linear): value 10, threshold 0`. */
-export function detailOf(finding: Schemas["AlertFinding"]): string {
-  const { module, role, value_text: value, threshold_text: threshold } = finding;
-  const type = finding.module_type === "" ? "" : `, ${finding.module_type}`;
-  const place = module === "" ? role : `${role || "tensor"} of module ${shorten(module)}${shorten(type)}`;
-  const measure = value === "" ? "" : `: value ${value}${threshold === "" ? "" : `, threshold ${threshold}`}`;
-  return (finding.tensor === "" || place === "" ? "" : ` (${place})`) + measure;
+const MOST = 400;
+
+/** What happened, in one sentence: `Bad from step 253 on rank 1: 10 NaN among 10 elements of fc.bias:gradient.` */
+export function headlineOf(page: AlertPage): string {
+  const { finding, run } = page;
+  const rank = run.workers > 1 && finding.tensor !== "" ? ` on rank ${finding.worker}` : "";
+  const message = shorten(finding.message, MOST);
+  return `Bad from step ${badFrom(page)}${rank}: ${message}${/[.!?]$/.test(message) ? "" : "."}`;
+}
+
+/** The step from which the run is bad: the first of the findings that made the alert fire. */
+export const badFrom = ({ alert, finding }: AlertPage): number => alert.since_step ?? finding.step;
+
+/** What the tensor of a finding is: `gradient of module 7, Linear`; empty if it is not known. */
+export function roleOf({ tensor, module, role, module_type: type }: Schemas["AlertFinding"]): string {
+  if (tensor === "" || module === "") return role;
+  return `${role || "tensor"} of module ${shorten(module)}${type === "" ? "" : `, ${shorten(type)}`}`;
 }
 
 /** Whether the alert still fires, and if not, since when. */
@@ -38,7 +49,7 @@ export function outcomeSentence(page: AlertPage): string {
     if (stop.state === "pending") return `It requested a stop, which is being carried out${because}.`;
     if (stop.state === "failed") return `It requested a stop, which failed${because}.`;
     if (stop.state === "skipped") return `It requested a stop, which had no effect${because}.`;
-    return `It stopped the run${stop.step === null ? "" : ` at step ${stop.step}`}.`;
+    return `The alert stopped the run; it ${ended(page)}.`;
   }
   const unchanged = alert.dry_run
     ? "The rule is in a dry run, so it stops nothing and notifies nobody."
@@ -50,17 +61,24 @@ export function outcomeSentence(page: AlertPage): string {
       const other = page.others.find(({ fingerprint }) => fingerprint === stop?.fingerprint);
       const by =
         other === undefined ? (stop?.fingerprint == null ? " by an operator" : "") : ` by ${other.name}`;
-      return `The run was stopped${by}${stop?.step == null ? "" : ` at step ${stop.step}`}.`;
+      return `The run was stopped${by}; it ${ended(page)}.`;
     }
     case "completed":
-      return `The run completed at step ${run.last_step}. ${unchanged}`;
+      return `The run completed; it ${ended(page)}. ${unchanged}`;
     case "failed":
-      return `The run failed at step ${run.last_step}. ${unchanged}`;
+      return `The run failed; it ${ended(page)}. ${unchanged}`;
     case "lost":
-      return `The run was lost at step ${run.last_step}. ${unchanged}`;
+      return `The run was lost; it ${ended(page)}. ${unchanged}`;
     default:
       return unchanged;
   }
+}
+
+/** When the run ended, and what that cost; an alert that was resolved cost nothing after that. */
+function ended(page: AlertPage): string {
+  const { alert, run } = page;
+  const lost = alert.phase === "resolved" ? "" : `, ${stepsLost(badFrom(page), run.last_step)}`;
+  return `ended after step ${run.last_step}${lost}`;
 }
 
 /** The tensors that a person should look at, the first bad one in the data flow first; without the finding's own. */

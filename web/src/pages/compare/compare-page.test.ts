@@ -9,7 +9,13 @@ import {
   positions,
 } from "./compared-lines";
 import { queryOf, viewOf, withTensor } from "./comparison-view";
-import { describeDifference, differingTensors, searchResult } from "./differences";
+import {
+  describeDifference,
+  differingTensors,
+  equalSettings,
+  searchResult,
+  settingsOfRun,
+} from "./differences";
 
 type Divergence = Schemas["Divergence"];
 
@@ -95,9 +101,9 @@ describe("the address", () => {
 });
 
 describe("lines", () => {
-  it("continue where nothing was recorded, and end where values are not finite", () => {
+  it("have gaps where nothing was recorded, and where values are not finite", () => {
     const [line] = linesOf(series, ["a", "b"]);
-    expect(line).toEqual({ label: "b", values: [1, undefined, null], colour: "--series-2", dashed: true });
+    expect(line).toEqual({ label: "b", values: [1, null, null], colour: "--series-2", dashed: true });
     expect(nonfiniteNotes(series, { align: "step", edges: [0, 5, 6, 7] })).toEqual([
       "b: not finite from step 6 on",
     ]);
@@ -134,6 +140,27 @@ describe("differences", () => {
     expect(searchResult(divergence("b", difference("x", 4)))).toBe("");
     expect(searchResult({ ...divergence("b", difference("x", 4)), complete: false })).toContain(
       "earlier differences",
+    );
+  });
+
+  it("name the settings of a run that are not those of the reference, and what was compared", () => {
+    const setting = (name: string, values: (string | number | null)[], step: number | null = null) => ({
+      source: step === null ? ("environment" as const) : ("hyperparameter" as const),
+      name,
+      values,
+      step,
+    });
+    const settings = {
+      differing: [setting("rate", [0.001, 0.001, 0.1], 30), setting("commit", [null, "abc", null])],
+      compared: { hyperparameter: 0, environment: 3, config: 9 },
+    };
+    const runs = ["a", "b", "c"].map((run) => ({ facts: { run } }));
+    const comparison = { runs, settings } as unknown as Schemas["Comparison"];
+    expect(settingsOfRun(comparison, "b")).toEqual(["commit abc instead of not set"]);
+    expect(settingsOfRun(comparison, "c")).toEqual(["rate 0.1 instead of 0.001 from step 30 on"]);
+    expect(equalSettings(settings)).toContain("no hyperparameter was recorded");
+    expect(equalSettings({ ...settings, compared: { hyperparameter: 2 } })).toContain(
+      "None: 2 hyperparameters",
     );
   });
 

@@ -23,7 +23,7 @@ export function positions({ align, edges }: Grid): number[] {
 }
 
 /**
- * Return one line per run. It continues over columns without a record, and has a gap where values are not finite. A band shows the
+ * Return one line per run, with a gap where nothing was recorded and where values are not finite. A band shows the
  * least and largest value where columns join several steps. Of two runs, the second is dashed, so that both are visible where they
  * are equal.
  */
@@ -32,7 +32,7 @@ export function linesOf(series: Series, runs: readonly string[]): LineSeries[] {
     const place = runs.indexOf(line.run);
     return {
       label: line.run,
-      values: line.mean.map((value, column) => (line.count[column] === 0 ? undefined : value)),
+      values: line.mean,
       ...(line.count.some((count) => count > line.workers)
         ? { band: { low: line.min, high: line.max } }
         : {}),

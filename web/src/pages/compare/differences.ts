@@ -45,6 +45,36 @@ export function searchResult(divergence: Divergence): string {
     : "The search was not complete: earlier differences of other tensors are possible.";
 }
 
+type Setting = Schemas["DifferingSetting"];
+type SettingValue = Setting["values"][number];
+
+/** The value of a setting as text. */
+export const settingText = (value: SettingValue): string =>
+  value === null ? "not set" : typeof value === "number" ? formatNumber(value) : String(value);
+
+/** Return the settings in which a run differs from the reference, each in words: `learning rate 0.1 instead of 0.001 from step 30 on`. */
+export function settingsOfRun(comparison: Schemas["Comparison"], run: string): string[] {
+  const place = comparison.runs.findIndex(({ facts }) => facts.run === run);
+  return comparison.settings.differing
+    .filter(({ values }) => values[place] !== values[0])
+    .map(({ name, values, step }) => {
+      const from = step === null ? "" : ` from step ${step} on`;
+      return `${name} ${settingText(values[place] ?? null)} instead of ${settingText(values[0] ?? null)}${from}`;
+    });
+}
+
+/** What was compared, if no setting differs: `2 hyperparameters and 5 settings of the environment`. */
+export function equalSettings({ compared }: Schemas["ComparedSettings"]): string {
+  const count = (source: string): number => compared[source] ?? 0;
+  const recorded = count("hyperparameter") === 0 ? "no hyperparameter was recorded" : null;
+  const parts = [
+    ...(recorded === null ? [`${count("hyperparameter")} hyperparameters`] : []),
+    `${count("environment")} values of the environment`,
+    `${count("config")} of the capture configuration`,
+  ];
+  return `None: ${parts.join(", ")} are the same in all runs${recorded === null ? "" : `; ${recorded}`}.`;
+}
+
 /** A tensor that differs in one or more runs. */
 export interface DifferingTensor {
   tensor: string;

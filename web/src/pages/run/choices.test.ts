@@ -2,7 +2,15 @@ import { describe, expect, it } from "vitest";
 import type { Schemas } from "../../api/client";
 import { countStates, rowsOf, usualFormat } from "./headroom";
 import { defaultCollection, pathOfHeatmap, togglesOf, withToggle } from "./layer-choice";
-import { groupScalars, isLogarithmic, linesAsColumns, nonfiniteRanges, seriesOf } from "./loss-lines";
+import {
+  groupScalars,
+  isLogarithmic,
+  linesAsColumns,
+  nameOfLine,
+  newestValue,
+  nonfiniteRanges,
+  seriesOf,
+} from "./loss-lines";
 import { flatten } from "./settings";
 
 const line = (
@@ -14,22 +22,24 @@ const line = (
   figure: "mean",
   mode: "train",
   workers: 1,
+  worker: null,
   derived: false,
   count: mean.map((value) => (value === null ? 0 : 1)),
   mean,
   min: mean,
   max: mean,
   nonfinite: mean.map(() => 0),
+  newest: null,
   ...changes,
 });
 
 describe("scalars", () => {
-  it("names lines by mode only where it tells them apart, and connects rare values", () => {
+  it("names lines by mode only where it tells them apart, and leaves gaps", () => {
     const lines = [line("loss", [1, 2]), line("loss", [3, null, 1], { mode: "eval" }), line("other", [1])];
-    expect(seriesOf(lines, 0).map((entry) => [entry.label, entry.dashed, entry.spanGaps])).toEqual([
-      ["loss (train)", false, false],
-      ["loss (eval)", true, true],
-      ["other", false, false],
+    expect(seriesOf(lines, 0).map((entry) => [entry.label, entry.dashed, entry.values])).toEqual([
+      ["loss (train)", false, [1, 2]],
+      ["loss (eval)", true, [3, null, 1]],
+      ["other", false, [1]],
     ]);
     expect(Object.keys(linesAsColumns(lines.slice(2), [0, 5]))).toEqual([
       "first_step",
@@ -37,6 +47,14 @@ describe("scalars", () => {
       "other",
       "other min",
       "other max",
+    ]);
+  });
+
+  it("names the rank of a line of one worker", () => {
+    const lines = [0, 1].map((worker) => line("system/cpu", [0.5], { worker, mode: "global" }));
+    expect(lines.map((each) => nameOfLine(each, lines))).toEqual([
+      "system/cpu (rank 0)",
+      "system/cpu (rank 1)",
     ]);
   });
 
@@ -61,12 +79,27 @@ describe("scalars", () => {
       line("generator.optimizer_1:learning_rate/1", [3, 3]),
       line("optimizer:beta1/0", [0.9, null, 0.9]),
       line("accuracy", [null]),
+      line("scale", [1, null, 1], { count: [5, 0, 3] }),
+      line("bad", [1, null], { nonfinite: [0, 2] }),
     ]);
-    expect(groups.map((group) => [group.name, group.lines.length, group.constant])).toEqual([
-      ["learning rate", 2, null],
-      ["beta1", 1, 0.9],
-      ["accuracy", 1, null],
+    expect(groups.map((group) => [group.name, group.lines.length, group.constant, group.records])).toEqual([
+      ["learning rate", 2, null, null],
+      ["beta1", 1, 0.9, null],
+      ["accuracy", 1, null, 0],
+      ["scale", 1, 1, 8],
+      ["bad", 1, null, 1],
     ]);
+  });
+
+  it("states the newest value, also if it is not finite", () => {
+    const newest = (value: number | null, text: string) =>
+      newestValue(line("loss", [1], { newest: { step: 9, value, text } }));
+    expect([newest(49152, "49152"), newest(null, "nan"), newest(null, "-inf")]).toEqual([
+      "49,152",
+      "NaN",
+      "−∞",
+    ]);
+    expect(newestValue(line("loss", []))).toBe("–");
   });
 });
 

@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { fillGaps, readMatrix } from "./layer-cells";
+import { readMatrix } from "./layer-cells";
 
 function safetensors(parts: Record<string, ArrayBufferView>, description: object): ArrayBuffer {
   const header: Record<string, unknown> = { __metadata__: { description: JSON.stringify(description) } };
@@ -41,22 +41,5 @@ describe("the matrix of layers", () => {
   it("refuses what is not such a file", () => {
     expect(() => readMatrix(new ArrayBuffer(4), "mean")).toThrow("too short");
     expect(() => readMatrix(new Uint8Array(32).fill(255).buffer, "mean")).toThrow("header");
-  });
-
-  it("repeats measurements until the next one, but not beyond three intervals", () => {
-    const row = [NaN, 1, NaN, 2, NaN, 3, NaN, NaN, NaN, NaN, NaN, NaN];
-    const filled = fillGaps({ values: new Float32Array(row), nonfinite: new Uint32Array(12) }, 1, 12);
-    expect([...filled.values]).toEqual([NaN, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3, NaN]);
-    expect([...filled.source]).toEqual([-1, 1, 1, 3, 3, 5, 5, 5, 5, 5, 5, -1]);
-  });
-
-  it("keeps cells that are not finite apart from cells without a measurement", () => {
-    const filled = fillGaps(
-      { values: new Float32Array([1, NaN, NaN]), nonfinite: new Uint32Array([0, 4, 0]) },
-      1,
-      3,
-    );
-    expect([...filled.nonfinite]).toEqual([0, 4, 4]);
-    expect([...filled.values]).toEqual([1, NaN, NaN]);
   });
 });

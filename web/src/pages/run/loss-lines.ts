@@ -1,31 +1,39 @@
 import type { Schemas } from "../../api/client";
 import { smooth, type LineSeries } from "../../charts/line-chart";
+import { formatNumber } from "../../components/format";
 
 type Line = Schemas["BinnedLine"];
 
-/** Name of a line: its tensor, and its mode if another line has the same tensor or it is not of the training. */
+/** Modes that need not be named: of the training, and of what belongs to no pass. */
+const USUAL_MODES = ["train", "global"];
+
+/** Name of a line: its tensor, its rank if it is of one worker, and its mode if another line has the same tensor or it is not usual. */
 export function nameOfLine(line: Line, lines: readonly Line[]): string {
-  const several = lines.filter((other) => other.tensor === line.tensor).length > 1;
-  return several || line.mode !== "train" ? `${line.tensor} (${line.mode})` : line.tensor;
+  const modes = new Set(lines.filter((other) => other.tensor === line.tensor).map(({ mode }) => mode));
+  const parts = [
+    ...(line.worker === null ? [] : [`rank ${line.worker}`]),
+    ...(modes.size > 1 || !USUAL_MODES.includes(line.mode) ? [line.mode] : []),
+  ];
+  return parts.length === 0 ? line.tensor : `${line.tensor} (${parts.join(", ")})`;
 }
 
-/** Return the lines of a chart. Evaluations are dashed, and rare values are connected. */
+/** Return the lines of a chart, with gaps where nothing was recorded. Evaluations are dashed. */
 export function seriesOf(lines: readonly Line[], smoothing: number): LineSeries[] {
   return lines.map((line) => ({
     label: nameOfLine(line, lines),
     values: smooth(line.mean, smoothing),
     band: { low: line.min, high: line.max },
-    dashed: line.mode !== "train",
-    spanGaps: isSparse(line),
+    dashed: !USUAL_MODES.includes(line.mode),
   }));
 }
 
-/** Whether a line has columns without a record between its records. */
-function isSparse(line: Line): boolean {
-  const first = line.count.findIndex((count) => count > 0);
-  const last = line.count.findLastIndex((count) => count > 0);
-  return first >= 0 && line.count.slice(first, last).some((count) => count === 0);
+/** The newest recorded value of a line as text, also if it is not finite; `–` without a record. */
+export function newestValue({ newest }: Line): string {
+  if (newest === null) return "–";
+  return NOT_FINITE[newest.text] ?? formatNumber(newest.value);
 }
+
+const NOT_FINITE: Record<string, string> = { nan: "NaN", inf: "∞", "-inf": "−∞" };
 
 const WIDE_RANGE = 50;
 
@@ -62,8 +70,10 @@ export function nonfiniteRanges(line: Line, edges: readonly number[]): Gap[] {
 export interface ScalarGroup {
   name: string;
   lines: Line[];
-  /** The value that never changed in the shown steps; null if it changed. */
+  /** The value of every record in the shown steps; null if records differ, or one is not finite. */
   constant: number | null;
+  /** Number of records in the shown steps; null for a hyperparameter, which lasts until it is recorded again. */
+  records: number | null;
 }
 
 const HYPERPARAMETER = /^(?:.*\.)?optimizer(?:_\d+)?:([^/]+)\/.*$/s;
@@ -72,15 +82,28 @@ const HYPERPARAMETER = /^(?:.*\.)?optimizer(?:_\d+)?:([^/]+)\/.*$/s;
 export function groupScalars(lines: readonly Line[]): ScalarGroup[] {
   const groups = new Map<string, Line[]>();
   for (const line of lines) {
-    const name = HYPERPARAMETER.exec(line.tensor)?.[1]?.replaceAll("_", " ") ?? line.tensor;
+    const name = hyperparameterOf(line) ?? line.tensor;
     groups.set(name, [...(groups.get(name) ?? []), line]);
   }
   return [...groups].map(([name, members]) => {
     const values = members.flatMap((line) => [...line.min, ...line.max]).filter((value) => value !== null);
     const first = values[0];
-    const same = first !== undefined && values.every((value) => value === first);
-    return { name, lines: members, constant: same ? first : null };
+    const same =
+      first !== undefined &&
+      values.every((value) => value === first) &&
+      members.every((line) => line.nonfinite.every((count) => count === 0));
+    const records = members.reduce((sum, line) => sum + line.count.reduce((a, b) => a + b, 0), 0);
+    return {
+      name,
+      lines: members,
+      constant: same ? first : null,
+      records: members.some((line) => hyperparameterOf(line) !== undefined) ? null : records,
+    };
   });
+}
+
+function hyperparameterOf(line: Line): string | undefined {
+  return HYPERPARAMETER.exec(line.tensor)?.[1]?.replaceAll("_", " ");
 }
 
 /** Return lines as columns of a table: the steps of each row, and a mean, least and largest value per line. */

@@ -15,6 +15,8 @@ const mark = (
   step,
   attempt: "a1",
   superseded: false,
+  since_step: step,
+  worker: 1,
   title: `${fingerprint} fires: it is bad`,
   severity: "warning",
   name: fingerprint,
@@ -37,7 +39,7 @@ const lane = (name: string, phase = "firing", severity = "warning"): Schemas["Ru
 });
 function overview(run: Partial<Overview["run"]>, parts: Partial<Omit<Overview, "run">> = {}): Overview {
   return {
-    run: { state: "running", last_step: 99, reason: "", ...run },
+    run: { state: "running", last_step: 99, workers: 1, reason: "", ...run },
     stop: null,
     marks: [],
     lanes: [],
@@ -64,15 +66,18 @@ describe("the verdict on a run", () => {
       {
         stop: stop({ fingerprint: "nan", step: 95 }),
         lanes: [lane("late", "firing", "critical"), lane("nan", "resolved", "critical")],
-        marks: [mark("nan", 90, { causes: ["model:input"] }), mark("late", 91)],
+        marks: [mark("nan", 90, { since_step: 88, causes: ["model:input"] }), mark("late", 91)],
       },
     );
     const verdict = verdictOf(view);
-    expect(verdict.title).toBe("Stopped at step 90 by nan");
+    expect(verdict.title).toBe("Bad from step 88, stopped by nan, ended after step 99, 12 steps lost");
+    expect(verdictOf({ ...view, run: { ...view.run, workers: 2 } }).title).toContain(
+      "Bad from step 88 on rank 1, stopped",
+    );
     expect([verdict.tone, verdict.reason]).toEqual(["fault", "it is bad"]);
     expect([verdict.main?.causes, verdict.main?.tensor]).toEqual([["model:input"], "nan.weight"]);
     expect(verdict.others.map((alert) => alert.name)).toEqual(["late"]);
-    expect(verdict.notes).toEqual(["The workers agreed to stop at step 95. The last recorded step is 99."]);
+    expect(verdict.notes).toEqual([]);
   });
 
   it("says what every other state means", () => {
@@ -80,13 +85,15 @@ describe("the verdict on a run", () => {
       verdictOf(overview(run, parts)).title;
     const firing = { lanes: [lane("a")], marks: [mark("a", 5)] };
     const resolved = { lanes: [lane("a", "resolved")], marks: [mark("a", 5)] };
-    expect(title({ state: "stopped" }, { stop: stop() })).toBe("Stopped at step 99");
+    expect(title({ state: "stopped" }, { stop: stop() })).toBe("Stopped, ended after step 99");
     expect(verdictOf(overview({ state: "stopped" }, { stop: stop() })).reason).toBe("asked for");
-    expect(title({ state: "failed", reason: "out of memory" })).toBe("Failed at step 99");
-    expect(title({ state: "lost" })).toBe("Lost at step 99");
-    expect(title({ state: "completed" })).toBe("Completed at step 99 without an alert");
-    expect(title({ state: "completed" }, resolved)).toBe("Completed at step 99; every alert was resolved");
-    expect(title({ state: "completed" }, firing)).toBe("Completed at step 99, but one alert fires");
+    expect(title({ state: "failed", reason: "out of memory" })).toBe("Failed, ended after step 99");
+    expect(title({ state: "lost" })).toBe("Lost, ended after step 99");
+    expect(title({ state: "completed" })).toBe("Completed, ended after step 99, without an alert");
+    expect(title({ state: "completed" }, resolved)).toBe(
+      "Completed, ended after step 99; every alert was resolved",
+    );
+    expect(title({ state: "completed" }, firing)).toBe("Completed, ended after step 99, but one alert fires");
     const critical = { lanes: [lane("a", "firing", "critical")], marks: [mark("a", 5)] };
     const toneOf = (parts: object): string => verdictOf(overview({ state: "completed" }, parts)).tone;
     expect([toneOf(firing), toneOf(critical)]).toEqual(["warning", "fault"]);

@@ -1,4 +1,5 @@
 import type { Schemas } from "../../api/client";
+import { formatCount } from "../../components/format";
 
 // What happened to a run, in a sentence, and its alerts in the order in which a person should look at them.
 
@@ -11,8 +12,10 @@ export interface RunAlert {
   severity: string;
   phase: string;
   fingerprint: string;
-  /** Step at which it fired last; null if its event is no longer listed. */
+  /** Step from which the run is bad, the first of its findings; null if its event is no longer listed. */
   step: number | null;
+  /** Rank of the worker of the finding; null for a finding about the run as a whole. */
+  worker: number | null;
   /** Tensor of the finding; empty if there is none. */
   tensor: string;
   /** Earlier tensors in the data flow that were bad at this step, the origin first. */
@@ -59,7 +62,8 @@ export function alertsOf(overview: Overview): RunAlert[] {
         severity: lane.severity,
         phase: lane.phase,
         fingerprint: lane.fingerprint,
-        step: fired.get(lane.fingerprint)?.step ?? interval?.first ?? null,
+        step: badFrom(fired.get(lane.fingerprint)) ?? interval?.first ?? null,
+        worker: mark?.worker ?? null,
         tensor: mark?.tensor ?? "",
         causes: mark?.causes ?? [],
         message: withoutPrefix(mark?.title ?? interval?.message ?? "", lane.name),
@@ -73,6 +77,14 @@ export function alertsOf(overview: Overview): RunAlert[] {
     alert.step ?? Infinity,
   ];
   return alerts.sort((a, b) => compare(key(a), key(b)));
+}
+
+const badFrom = (mark: Mark | undefined): number | null => mark?.since_step ?? mark?.step ?? null;
+
+/** How many steps were lost: those from the first bad one to the last. */
+export function stepsLost(from: number, last: number): string {
+  const lost = Math.max(0, last - from + 1);
+  return `${formatCount(lost)} ${lost === 1 ? "step" : "steps"} lost`;
 }
 
 function compare(a: readonly number[], b: readonly number[]): number {
@@ -97,7 +109,7 @@ export function verdictOf(overview: Overview): Verdict {
   const others = alerts.filter((alert) => alert !== main);
   const firing = alerts.filter((alert) => alert.phase === "firing");
   const severe = firing.some((alert) => alert.severity === "critical");
-  const last = run.last_step >= 0 ? ` at step ${run.last_step}` : "";
+  const last = run.last_step >= 0 ? `, ended after step ${run.last_step}` : "";
   const counted = firing.length === 1 ? "one alert fires" : `${firing.length} alerts fire`;
   const notes = stop === null ? [] : notesOf(stop, run);
 
@@ -111,7 +123,12 @@ export function verdictOf(overview: Overview): Verdict {
   });
   switch (run.state) {
     case "stopped": {
-      if (stopping) return of("fault", `Stopped at step ${stopping.step ?? "–"} by ${stopping.name}`);
+      if (stopping !== undefined && stopping.step !== null)
+        return of(
+          "fault",
+          `Bad from step ${stopping.step}${rankOf(stopping, run)}, stopped by ${stopping.name}${last}, ` +
+            stepsLost(stopping.step, run.last_step),
+        );
       return of("warning", `Stopped${last}`, stop?.reason || run.reason);
     }
     case "failed":
@@ -125,7 +142,7 @@ export function verdictOf(overview: Overview): Verdict {
     case "completed":
       if (firing.length > 0) return of(severe ? "fault" : "warning", `Completed${last}, but ${counted}`);
       if (alerts.length > 0) return of("ok", `Completed${last}; every alert was resolved`);
-      return of("ok", `Completed${last} without an alert`);
+      return of("ok", `Completed${last}, without an alert`);
     case "created":
       return of(
         "quiet",
@@ -145,7 +162,13 @@ function notesOf(stop: Schemas["StopFacts"], run: Schemas["RunFacts"]): string[]
   if (stop.state === "pending") return [`A stop was requested and is being carried out${result}.`];
   if (stop.state === "failed") return [`The stop failed${result}.`];
   if (stop.state === "skipped") return [`A stop was requested, but had no effect${result}.`];
-  if (run.state !== "stopped") return stop.state === "done" ? [`The job was stopped${result}.`] : [];
-  const agreed = stop.step === null ? "" : `The workers agreed to stop at step ${stop.step}. `;
-  return [`${agreed}The last recorded step is ${run.last_step}.`];
+  return run.state !== "stopped" && stop.state === "done" ? [`The job was stopped${result}.`] : [];
+}
+
+/** The rank of the worker that an alert is about, if there are several: ` on rank 1`. */
+export function rankOf(
+  { worker }: Pick<RunAlert, "worker">,
+  { workers }: Pick<Overview["run"], "workers">,
+): string {
+  return workers > 1 && worker !== null ? ` on rank ${worker}` : "";
 }

@@ -4,9 +4,10 @@ import type { Schemas } from "../../api/client";
 
 type Histogram = Schemas["HistogramOutput"];
 
-/** A row of the histogram that has a record. */
+/** A row of the histogram that has records. */
 export interface Record {
   row: number;
+  /** First and last measured step. */
   first: number;
   last: number;
   /** Number of elements, with zeros and those that are not finite. */
@@ -18,8 +19,7 @@ export function recordsOf(histogram: Histogram): Record[] {
   return histogram.zeros.flatMap((zeros, row) => {
     const finite = histogram.counts[row]?.reduce((sum, count) => sum + count, 0) ?? 0;
     const total = finite + zeros + (histogram.nonfinite[row] ?? 0);
-    const [first, end] = [histogram.edges[row]!, histogram.edges[row + 1]!];
-    return total > 0 ? [{ row, first, last: end - 1, total }] : [];
+    return total > 0 ? [{ row, first: histogram.first[row]!, last: histogram.last[row]!, total }] : [];
   });
 }
 
@@ -68,14 +68,11 @@ export function thinned(records: readonly Record[], most: number, place: number)
   return [...chosen].filter((index) => index >= 0).sort((a, b) => a - b);
 }
 
-/** Return the record of each row, or the last one before it: a distribution stays until it is measured again; −1 before the first. */
-export function filledRows(histogram: Histogram, records: readonly Record[]): Int32Array {
-  const filled = new Int32Array(histogram.zeros.length).fill(-1);
-  records.forEach((record, index) => {
-    const end = records[index + 1]?.row ?? filled.length;
-    filled.fill(index, record.row, end);
-  });
-  return filled;
+/** Return the place of the record of each row; −1 for a row that was not measured. */
+export function placesOfRows(histogram: Histogram, records: readonly Record[]): Int32Array {
+  const places = new Int32Array(histogram.zeros.length).fill(-1);
+  records.forEach((record, index) => (places[record.row] = index));
+  return places;
 }
 
 /** Bins to label on an axis, at most `most`, evenly from the outer end of each sign. */

@@ -115,16 +115,16 @@ export function observationsOf(page: Page): Observation[] {
         tone: "fault",
         text:
           `NaN or infinite: ${formatCount(histogram.nonfinite[first])} of ${formatCount(total)} elements ` +
-          `${stepsOf(histogram.edges, first)}` +
-          (bad.length > 1 ? `, and in later records up to step ${histogram.edges[last + 1]! - 1}.` : "."),
-        step: histogram.edges[first]!,
+          `${stepsOf(histogram, first)}` +
+          (bad.length > 1 ? `, and in later records up to step ${histogram.last[last]!}.` : "."),
+        step: histogram.first[first]!,
       });
     }
     const zero = zerosFrom(histogram);
     if (zero !== null && page.tensor.role !== "metric" && page.tensor.role !== "loss")
       found.push({
         tone: "warning",
-        text: `Every element is zero from ${zero === histogram.edges[0] ? "the first shown step on" : `step ${zero} on`}.`,
+        text: `Every element is zero from ${zero === histogram.first[0] ? "the first shown step on" : `step ${zero} on`}.`,
         step: zero,
       });
   }
@@ -168,8 +168,8 @@ function changesOf(histogram: Histogram): Observation[] {
   if (before < FEW_ZEROS && after > MANY_ZEROS)
     found.push({
       tone: "warning",
-      text: `${formatShare(after)} of the elements are zero ${stepsOf(histogram.edges, last)}; at first they were ${formatShare(before)}.`,
-      step: histogram.edges[last]!,
+      text: `${formatShare(after)} of the elements are zero ${stepsOf(histogram, last)}; at first they were ${formatShare(before)}.`,
+      step: histogram.first[last]!,
     });
   const [from, to] = [typicalMagnitude(histogram, first)!, typicalMagnitude(histogram, last)!];
   const ratio = to / from;
@@ -177,7 +177,7 @@ function changesOf(histogram: Histogram): Observation[] {
     found.push({
       tone: "warning",
       text: `A typical magnitude ${ratio > 1 ? "grew" : "fell"} from about ${formatNumber(from)} to about ${formatNumber(to)} in the shown steps.`,
-      step: histogram.edges[last]!,
+      step: histogram.first[last]!,
     });
   return found;
 }
@@ -209,13 +209,13 @@ function zerosFrom(histogram: Histogram): number | null {
     const total = totalOf(histogram, row);
     if (total === 0) continue;
     if (histogram.zeros[row] !== total) break;
-    from = histogram.edges[row]!;
+    from = histogram.first[row]!;
   }
   return from;
 }
 
-function stepsOf(edges: readonly number[], row: number): string {
-  const [first, last] = [edges[row]!, edges[row + 1]! - 1];
+function stepsOf(histogram: Histogram, row: number): string {
+  const [first, last] = [histogram.first[row]!, histogram.last[row]!];
   return first === last ? `at step ${first}` : `at steps ${first}–${last}`;
 }
 

@@ -1,5 +1,5 @@
 import type { Schemas } from "../../api/client";
-import type { LineSeries } from "../../charts/line-chart";
+import { placedOn, stepsWithGaps, type LineSeries } from "../../charts/line-chart";
 
 // Series of a tensor's statistics as charts, with the thresholds of the rules that watch them.
 
@@ -41,20 +41,13 @@ const FAR = 3; // heights of the chart, up to which a threshold outside the valu
 
 /** Return the chart of a statistic. */
 export function chartOf(page: Page, figures: Figures, scale: Scale): FigureChart {
-  const x = [...new Set(figures.lines.flatMap((line) => line.step))].sort((a, b) => a - b);
-  const place = new Map(x.map((step, index) => [step, index]));
-  const spread = (line: Line, values: readonly (number | null)[]): (number | null)[] => {
-    const spaced: (number | null)[] = x.map(() => null);
-    line.step.forEach((step, index) => (spaced[place.get(step)!] = values[index] ?? null));
-    return spaced;
-  };
+  const x = stepsWithGaps(figures.lines);
   const binned = figures.lines.some((line) => line.count.some((count) => count > 1));
   const series: LineSeries[] = figures.lines.map((line) => ({
     label: nameOfLine(line, figures.lines, figures.figure),
-    values: spread(line, line.mean),
-    ...(binned ? { band: { low: spread(line, line.min), high: spread(line, line.max) } } : {}),
+    values: placedOn(x, line, line.mean),
+    ...(binned ? { band: { low: placedOn(x, line, line.min), high: placedOn(x, line, line.max) } } : {}),
     dashed: line.mode !== "train" && figures.lines.some((other) => other.mode === "train"),
-    spanGaps: figures.lines.length > 1,
   }));
   const values = figures.lines.flatMap((line) => line.mean).filter((value) => value !== null);
   const logarithmic = isLogarithmic(values, scale);
@@ -140,7 +133,6 @@ function addThresholds(chart: FigureChart, page: Page, figures: Figures, values:
         values: limits,
         colour,
         dashed: true,
-        spanGaps: false,
       });
   }
 }

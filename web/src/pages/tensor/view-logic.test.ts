@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import type { Schemas } from "../../api/client";
-import { filledRows, labelledBins, negativeBins, recordAt, recordsOf, thinned } from "./distribution";
+import { labelledBins, negativeBins, placesOfRows, recordAt, recordsOf, thinned } from "./distribution";
 import { axisOf, FORMAT_RANGES, placeOf, ticksOf } from "./format-range";
 import { observationsOf, problemsOf, verdictOf } from "./problems";
 import { chartOf, measures, parseFigures, usualFigures } from "./series";
@@ -53,6 +53,8 @@ const HISTOGRAM = {
   ],
   zeros: [2, 0, 4, 0],
   nonfinite: [0, 0, 0, 6],
+  first: [0, -1, 20, 31],
+  last: [9, -1, 29, 39],
 };
 const page = (changes: Partial<Page> = {}): Page =>
   ({
@@ -121,7 +123,7 @@ describe("what is wrong with a tensor", () => {
 
   it("sees what no rule watches for", () => {
     expect(observationsOf(page({ histogram: HISTOGRAM }))).toEqual([
-      { tone: "fault", text: "NaN or infinite: 6 of 6 elements at steps 30–39.", step: 30 },
+      { tone: "fault", text: "NaN or infinite: 6 of 6 elements at steps 31–39.", step: 31 },
     ]);
     const zeros = {
       ...HISTOGRAM,
@@ -169,14 +171,14 @@ describe("what is wrong with a tensor", () => {
 });
 
 describe("the distribution over the steps", () => {
-  it("finds records, and shows each until the next", () => {
+  it("finds records, and leaves rows empty that were not measured", () => {
     const records = recordsOf(HISTOGRAM);
     expect(records.map((record) => [record.row, record.first, record.last, record.total])).toEqual([
       [0, 0, 9, 10],
       [2, 20, 29, 8],
-      [3, 30, 39, 6],
+      [3, 31, 39, 6],
     ]);
-    expect([...filledRows(HISTOGRAM, records)]).toEqual([0, 0, 1, 2]);
+    expect([...placesOfRows(HISTOGRAM, records)]).toEqual([0, -1, 1, 2]);
     expect([null, -5, 0, 15, 20, 99].map((step) => recordAt(records, step))).toEqual([2, 0, 0, 0, 1, 2]);
     expect(recordAt([], 3)).toBe(-1);
     expect(negativeBins(HISTOGRAM)).toBe(1);
