@@ -136,7 +136,7 @@ ROWS = (
         "torch==2.13.0",
     ),
     _row("trainers-newest", "3.11", TRAINERS, "transformers", "lightning", "accelerate", "torch==2.13.0"),
-    _row("sweeps-oldest", "3.11", SWEEPS, "optuna==4.0.0", "ray[default,tune]==2.40.0", "torch==2.13.0"),
+    _row("sweeps-oldest", "3.11", SWEEPS, "optuna==4.0.0", "ray[default,tune]==2.44.1", "torch==2.13.0"),
     _row("sweeps-newest", "3.11", SWEEPS, "optuna", "ray[default,tune]", "torch==2.13.0"),
 )
 

@@ -149,7 +149,7 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict
     state, findings = rule.evaluate(params, state, context, block, clock_ns)
     problem = "; ".join(filter(None, (unread, rule.problem(state))))[:_MOST_PROBLEM]
     steps = _judged_steps(block, demand)
-    later_steps = np.unique(steps[steps > memory.last_step])
+    reached = np.maximum.accumulate(np.concatenate([[memory.last_step], steps]))
     evaluated_rows = memory.evaluated_rows + len(steps)
     tick = ClockTick(rows.progress.now, clock_ns) if rule.clock else None
     alert, transitions = memory.alert, list[Transition]()
@@ -169,8 +169,8 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict
         else (RuleHealth.OK if evaluated_rows or rule.clock else RuleHealth.NO_DATA),
         problem=problem,
         evaluated_rows=evaluated_rows,
-        evaluated_steps=memory.evaluated_steps + len(later_steps),
-        last_step=int(later_steps[-1]) if len(later_steps) else memory.last_step,
+        evaluated_steps=memory.evaluated_steps + int(np.count_nonzero(np.diff(reached))),
+        last_step=int(reached[-1]),
         loaded_steps=loads,
     )
     return Verdict(new_memory, findings, transitions)

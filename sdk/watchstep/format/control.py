@@ -24,6 +24,11 @@ _MAX_MEMORY = 32 * 1024 * 1024
 MAX_SNAPSHOTS = 32
 """Maximum number of snapshot requests in a document. The newest are kept."""
 
+RULE_REASON = re.compile(
+    r"(?:rule )?(?P<rule>\S{1,128}): bad from step (?P<step>\d{1,18}): (?P<message>.*)", re.DOTALL
+)
+"""The reason of a stop by a rule, as the service and a guard write it."""
+
 
 @dataclass(frozen=True)
 class StopRequest:

@@ -10,10 +10,10 @@ from typing import Any
 
 from watchstep.client import Client
 from watchstep.errors import NotFoundError, ServiceError
+from watchstep.format.control import RULE_REASON
 from watchstep.hook import Hook
 from watchstep.platform.transport import ServiceAddress
 
-_REASON = re.compile(r"(?:rule )?(?P<rule>\S+) at step (?P<step>\d+): (?P<message>.*)", re.DOTALL)
 _INVALID_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
 
 _log = logging.getLogger("watchstep")
@@ -42,7 +42,7 @@ class Reason:
         return {f"watchstep_{name}": value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
-        return f"{self.rule} at step {self.step}: {self.message}" if self.rule else self.message
+        return f"{self.rule}: bad from step {self.step}: {self.message}" if self.rule else self.message
 
 
 def run_name(sweep: str, trial: str) -> str:
@@ -55,7 +55,7 @@ def of_stop(hook: Hook) -> Reason | None:
     stop = hook.stopped
     if stop is None:
         return None
-    match = _REASON.fullmatch(stop.reason)
+    match = RULE_REASON.fullmatch(stop.reason)
     if match is None:
         return Reason(hook.run, "", stop.step, stop.reason, link_of(hook))
     return Reason(hook.run, match["rule"], int(match["step"]), match["message"], link_of(hook))

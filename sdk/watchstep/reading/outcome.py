@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format import documents
 from watchstep.format.bundle import bundle_keys
-from watchstep.format.control import MAX_BYTES, ControlDocument, StopRequest
+from watchstep.format.control import MAX_BYTES, RULE_REASON, ControlDocument, StopRequest
 from watchstep.format.layout import CONTROL_DOCUMENT
 from watchstep.plots.binned import PlotMark
 from watchstep.reading.run_documents import END, get_document, read_documents, read_state
 from watchstep.store.store import Store
-
-_RULE_STOP = re.compile(r"rule (\S{1,128}): bad from step (\d{1,18}): (.*)", re.DOTALL)
-"""Beginning of the reason of a stop by a rule, as the service and a guard write it."""
 
 _MAX_BUNDLES = 8
 _OPEN = {
@@ -73,8 +69,8 @@ class RunOutcome:
     @property
     def rule_stop(self) -> RuleStop | None:
         """The rule and the step from which the run was bad, if a rule stopped the run."""
-        match = _RULE_STOP.match(self.reason) if self.state in {"stopped", "stopping"} else None
-        return None if match is None else RuleStop(match[1], int(match[2]), match[3])
+        match = RULE_REASON.match(self.reason) if self.state in {"stopped", "stopping"} else None
+        return None if match is None else RuleStop(match["rule"], int(match["step"]), match["message"])
 
     def as_sentence(self, run: str) -> str:
         """Say what happened to the run of this name, in one or two sentences."""

@@ -103,7 +103,10 @@ def test_a_bad_gradient_stops_the_training_before_the_update(tmp_path: Path) -> 
     verdicts = Verdicts()
     hook = Hook(tmp_path, run="r")
     Guard(on_verdict=verdicts).attach(hook)
-    with pytest.raises(StopTraining, match="nan_or_inf at step 3: 1 NaN among 32 elements") as stopped, hook:
+    with (
+        pytest.raises(StopTraining, match="nan_or_inf: bad from step 3: 1 NaN among 32 elements") as stopped,
+        hook,
+    ):
         train(hook, 6, bad=3, model=model, before=lambda _: before_update.append(weights(model)))
     assert len(before_update) == 4
     assert all(torch.equal(now, then) for now, then in zip(weights(model), before_update[-1], strict=True))
@@ -140,7 +143,7 @@ def test_a_bad_loss_stops_before_the_update(tmp_path: Path) -> None:
     before = weights(training.model)
     loss = training.model(torch.full((2, 8), math.inf)).sum()
     loss.backward()
-    with pytest.raises(StopTraining, match="nan_or_inf at step 0"):
+    with pytest.raises(StopTraining, match="nan_or_inf: bad from step 0"):
         training.optimizer.step()
     assert all(torch.equal(now, then) for now, then in zip(weights(training.model), before, strict=True))
     hook.close()
@@ -175,7 +178,7 @@ def test_rules_without_a_stop_only_report(tmp_path: Path, caplog: pytest.LogCapt
     train(hook, 3, bad=1)
     hook.close()
     assert hook.health["guard"]["firing"] == {"nan_or_inf": 1}
-    assert "watchstep: guard: nan_or_inf at step 1" in caplog.text
+    assert "watchstep: guard: nan_or_inf: bad from step 1" in caplog.text
 
 
 @pytest.mark.ci
@@ -242,7 +245,7 @@ def test_a_step_with_a_closure_is_judged_after_its_update(tmp_path: Path) -> Non
         poison(model)
         return loss
 
-    with pytest.raises(StopTraining, match="nan_or_inf at step 0"):
+    with pytest.raises(StopTraining, match="nan_or_inf: bad from step 0"):
         optimizer.step(closure)  # type: ignore[no-untyped-call,unused-ignore]
     hook.close()
 
@@ -342,7 +345,7 @@ def test_on_a_device_a_bad_gradient_stops_before_the_update(tmp_path: Path) -> N
             optimizer.step()
             continue
         poison(model)
-        with pytest.raises(StopTraining, match="nan_or_inf at step 3"):
+        with pytest.raises(StopTraining, match="nan_or_inf: bad from step 3"):
             optimizer.step()
         assert all(torch.equal(now, then) for now, then in zip(weights(model), before, strict=True))
     hook.close()

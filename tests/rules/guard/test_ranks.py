@@ -113,7 +113,7 @@ def test_a_finding_of_one_rank_stops_both_including_a_closed_one(
     ranks: list[dict[str, Any]], case: str
 ) -> None:
     first, second = (found[case] for found in ranks)
-    assert "nan_or_inf at step 4" in first["stopped"]
+    assert "nan_or_inf: bad from step 4" in first["stopped"]
     assert "the guard of another rank requested the stop" in second["stopped"]
     for found in (first, second):
         assert len(found["losses"]) == 5

@@ -158,7 +158,7 @@ def test_a_guard_ends_the_fit_before_the_bad_update(tmp_path: Path) -> None:
     assert stop.value.step == 2
     assert all(parameter.isfinite().all() for parameter in module.parameters())
     (end,) = recorded(callback).ends()
-    assert (end.state, end.reason.partition(" ")[0]) == ("stopped", "nan_or_inf")
+    assert (end.state, end.reason.partition(":")[0]) == ("stopped", "nan_or_inf")
 
 
 def test_an_exception_ends_the_run_as_failed(tmp_path: Path) -> None:
