@@ -25,6 +25,7 @@ from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRun
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.signals.baseline import (
     BASELINE_COLLECTIONS,
+    MAX_DIMENSIONS,
     MAX_PHASES,
     MAX_TENSORS,
     Baseline,
@@ -91,7 +92,9 @@ def _chosen(infos: Sequence[TensorInfo]) -> dict[int, Statistic]:
     """Map the index of each compared tensor to its statistic; losses first, then in model order."""
     rank = {name: index for index, (name, _) in enumerate(BASELINE_COLLECTIONS)}
     compared = {
-        index: statistic for index, info in enumerate(infos) if (statistic := statistic_of(info)) is not None
+        index: statistic
+        for index, info in enumerate(infos)
+        if len(info.shape) <= MAX_DIMENSIONS and (statistic := statistic_of(info)) is not None
     }
     order = sorted(
         compared, key=lambda index: min(rank[name] for name in infos[index].collections if name in rank)
@@ -194,7 +197,7 @@ def configs_of_attempt(
     return [with_baseline(config, baseline) for config in configs], ""
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)  # 11 MiB each at most
 def _with_baseline(config: str, baseline: str) -> RuleConfig:
     parsed = RuleConfig.model_validate_json(config)
     params = {**parsed.params, "baseline": Baseline.model_validate_json(baseline).model_dump(mode="json")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 import textwrap
@@ -10,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.sdk.training import Training, watched_training
+from tests.sdk.training import EVERY_STEP, Training, watched_training
 from watchstep import Bounds, CaptureConfig, Hook, StopTraining, open_run
 from watchstep.errors import BadNameError, ConfigError, RuleError
 from watchstep.format.control import ControlDocument, StopRequest
@@ -236,6 +238,65 @@ def test_a_function_is_called_once(tmp_path: Path) -> None:
     training.run(10)
     hook.close()
     assert [request.reason for request in requests] == ["a rule fired"]
+
+
+def test_what_a_function_raises_ends_the_training(tmp_path: Path) -> None:
+    def end(_: StopRequest) -> None:
+        raise LookupError("ended by the program")
+
+    hook, training = stopping(tmp_path, 0, on_stop=end)
+    with pytest.raises(LookupError, match="ended by the program"):
+        training.run(5_000)
+    hook.close()
+    assert open_run(hook.run_url).ends()[0].state == "stopped"
+    assert not hook.health["faults"]
+
+
+class Interrupts:
+    """A value of the program, during whose conversion a signal arrives."""
+
+    def __float__(self) -> float:
+        signal.raise_signal(signal.SIGUSR1)
+        return 1.0
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return np.full(1, float(self))
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": float(self)}
+
+
+@pytest.mark.parametrize("where", ["log", "record", "bundle"])
+@pytest.mark.parametrize("replaces_itself", [False, True])
+def test_what_a_signal_handler_raises_in_the_recorders_work_is_not_contained(
+    tmp_path: Path, where: str, replaces_itself: bool
+) -> None:
+    def handler(*_: Any) -> None:
+        if replaces_itself:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        raise TimeoutError("of the program")
+
+    def work() -> None:
+        if where == "bundle":
+            hook.bundle()
+            training.run(3)
+        elif where == "log":
+            hook.log(value=Interrupts())
+        else:
+            hook.record(value=Interrupts())
+
+    hook, training = watched_training(tmp_path, run="r", config=EVERY_STEP)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        training.run(2)
+        hook.include_in_bundles(value=Interrupts())
+        with pytest.raises(TimeoutError, match="of the program"):
+            work()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    training.run(2)
+    hook.close()
+    assert hook.health["faults"] == {}
 
 
 @pytest.mark.ci

@@ -46,6 +46,10 @@ MAX_RUNS = 10
 MAX_TENSORS = 500
 MAX_PHASES = 40
 
+MAX_DIMENSIONS = 64
+"""Most dimensions of a tensor with a baseline, which are those of NumPy and PyTorch. Baselines and what they are computed from are written by recorders, and
+kept in memory by evaluators."""
+
 _MARGIN_OCTAVES = 1.0
 """A value within a factor of two of the earlier values is never a deviation."""
 
@@ -55,6 +59,7 @@ _MIN_ELEMENTS = 16
 """Fewest elements of a tensor for which the rms is compared; with fewer, as in the bias of one output, the seed determines it."""
 
 Statistic = Literal["mean", "rms"]
+Shape = Annotated[tuple[int, ...], Field(max_length=MAX_DIMENSIONS)]
 Span = Annotated[tuple[float, float], Field(description="The lowest and the highest value.")]
 
 BASELINE_COLLECTIONS: tuple[tuple[str, Statistic], ...] = (
@@ -82,7 +87,7 @@ class BaselineTensor(_Model):
         phases: the 5 % and the 95 % quantile of each phase; None if nothing was recorded.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     statistic: Statistic
     phases: tuple[Span | None, ...] = Field(max_length=MAX_PHASES)
 
@@ -109,7 +114,7 @@ class TensorBaseline(_Model):
             the tensor.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     statistic: Statistic
     phases: tuple[Span | None, ...] = Field(max_length=MAX_PHASES)
 
@@ -122,7 +127,7 @@ class Baseline(_Model):
         tensors: the baselines of the tensors, by name.
     """
 
-    runs: tuple[str, ...] = Field((), max_length=MAX_RUNS)
+    runs: tuple[Annotated[str, Field(max_length=128)], ...] = Field((), max_length=MAX_RUNS)
     tensors: dict[str, TensorBaseline] = Field({}, max_length=MAX_TENSORS)
 
     @functools.cached_property

@@ -253,7 +253,7 @@ class HookRecording:
             function()
         except (StopTraining, ConfigError):
             raise
-        except Exception as error:  # noqa: BLE001 - such as of the program's own function on_stop
+        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             session.health.fault(self._library, error)
 
     @property

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from watchstep.errors import RecordingEndedError
+from watchstep.platform.program_errors import is_of_program
 from watchstep.platform.terminal_text import printable
 
 _log = logging.getLogger("watchstep")
@@ -19,7 +21,7 @@ _LOGGED_NOTES = frozenset({"collections", EVALUATION})
 
 
 class RecorderHealth:
-    """Counters of one recorder. Thread-safe; nothing here ever raises."""
+    """Counters of one recorder. Thread-safe; nothing here raises an error of its own."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler may close the hook
@@ -42,7 +44,17 @@ class RecorderHealth:
             self._counts[name] = max(self._counts.get(name, 0), value)
 
     def fault(self, where: str, error: BaseException) -> None:
-        """Count a fault of the recorder. Each kind is logged once, unless it is expected. Writes of an ended recording are no fault."""
+        """Count a fault of the recorder. Each kind is logged once, unless it is expected. Writes of an ended recording are no fault.
+
+        Raises:
+            BaseException: ``error``, if it is being handled and is the program's: of a signal handler, or of the function of a stop.
+        """
+        if sys.exc_info()[1] is error and is_of_program(error):
+            raise error
+        self.contain(where, error)
+
+    def contain(self, where: str, error: BaseException) -> None:
+        """Count a fault as `fault` does, whoever has raised it."""
         if isinstance(error, RecordingEndedError):
             return
         text = printable(f"{type(error).__name__}: {error}".split("\n", 1)[0][:300])

@@ -42,6 +42,7 @@ from watchstep.jax.traced_updates import (
     recording_form,
     report,
 )
+from watchstep.platform.program_errors import is_of_program
 
 _MARK = "_watchstep_records"
 
@@ -185,8 +186,10 @@ class CompiledStep:
                 if is_traced_anew:
                     self._recording = self._compiled(self._forms.renew())
                     self._trace(arguments, keywords)
-        except Exception as error:  # noqa: BLE001 - the call without a recording raises it, if it is the program's
-            return error
+        except Exception as error:
+            if is_of_program(error):
+                raise
+            return error  # the call without a recording raises it, if it is that of the step
         return None
 
     def _called_unobserved(self, error: Exception, arguments: Any, keywords: Any) -> Any:
@@ -232,8 +235,10 @@ class CompiledStep:
                 with probing() as probe:
                     self._inner.trace(*arguments, **keywords)
                 self._contains_update[constants] = probe.found_update
-        except Exception:  # noqa: BLE001 - the call raises it
-            return False
+        except Exception as error:
+            if is_of_program(error):
+                raise
+            return False  # the call raises it
         return self._contains_update[constants]
 
     def _called(self, arguments: Any, keywords: Any) -> Any:
@@ -273,7 +278,8 @@ class CompiledStep:
                 called = self._recording(*arguments, **keywords)
             except Exception as error:
                 activation_ring.check()
-                if not self.observed.is_unproven or _has_deleted((arguments, keywords)):
+                is_programs = not self.observed.is_unproven or is_of_program(error)
+                if is_programs or _has_deleted((arguments, keywords)):
                     raise
                 self._unobserve(f"{type(error).__name__}: {error}")
             else:
@@ -301,8 +307,10 @@ class CompiledStep:
             if self._called_updates is not None and self._called_updates[0] == call:
                 return self._called_updates[1]
             updates, traced = self._trace(arguments, keywords)
-        except Exception:  # noqa: BLE001 - the call raises it, or does not trace
-            return []
+        except Exception as error:
+            if is_of_program(error):
+                raise
+            return []  # the call raises it, or does not trace
         layouts = [update.layout for update in updates if isinstance(update, UpdateOutputs)]
         stacked = self._stacked(layouts, traced, arguments, keywords) if layouts else {}
         called = [CalledUpdate(layout, stacked[layout]) for layout in layouts]
@@ -315,7 +323,7 @@ class CompiledStep:
             with recording_form(self._form or RecordingForm(self._forms.number)):
                 traced = self._recording.trace(*arguments, **keywords)
         except Exception as error:
-            if not self.observed.has_rows:
+            if not self.observed.has_rows or is_of_program(error):
                 raise
             self._unobserve(f"{type(error).__name__}: {error}")
             return self._trace(arguments, keywords)

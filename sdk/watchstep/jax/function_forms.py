@@ -13,7 +13,7 @@ import itertools
 import threading
 import types
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 from watchstep.jax.activations.modules import ObservedStep
@@ -53,16 +53,20 @@ class FunctionForms:
 
     @classmethod
     def of(cls, function: Function) -> FunctionForms:
-        """Return those of a function, the same ones as long as it lives."""
-        if not isinstance(function, (types.FunctionType, functools.partial)):
-            return cls(
-                lambda: function, function
-            )  # others may be equal without being the same, or not be hashable
-        reference: weakref.ref[Function] = weakref.ref(function)
+        """Return those of a function or of another callable object, the same ones as long as it lives."""
+        if isinstance(function, (types.MethodType, types.BuiltinFunctionType)):
+            return cls(lambda: function, function)  # a bound method is another object each time
+        key = id(function)  # callable objects may be equal without being the same, or not be hashable
+        try:
+            reference: weakref.ref[Function] = weakref.ref(function, functools.partial(_forget, _forms, key))
+        except TypeError:
+            return cls(lambda: function, function)
         with _lock:
-            forms = _forms.get(function)
-            if forms is None:
-                forms = _forms[function] = cls(lambda: _living(reference), function)
+            known = _forms.get(key)
+            if known is not None and known[0]() is function:
+                return known[1]
+            forms = cls(lambda: _living(reference), function)
+            _forms[key] = reference, forms
         return forms
 
     def renew(self) -> Function:
@@ -86,8 +90,22 @@ class FunctionForms:
         return _named_like(like, step)
 
 
-_forms: MutableMapping[Function, FunctionForms] = weakref.WeakKeyDictionary()
+_forms: dict[int, tuple[weakref.ref[Function], FunctionForms]] = {}
+"""The forms of each function, by its id."""
+
 _lock = threading.Lock()
+
+
+def _forget(
+    forms: dict[int, tuple[weakref.ref[Function], FunctionForms]], key: int, reference: weakref.ref[Function]
+) -> None:
+    """Remove the forms of a function that has been deleted.
+
+    Without the lock, because the thread that has it may collect garbage; and without globals, which are gone when the interpreter ends.
+    """
+    known = forms.get(key)
+    if known is not None and known[0] is reference:
+        del forms[key]
 
 
 def _living(reference: weakref.ref[Function]) -> Function:

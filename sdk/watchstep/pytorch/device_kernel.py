@@ -18,6 +18,7 @@ from torch import Tensor
 
 from watchstep.format.statistics import COUNT_COLUMNS, VALUE_COLUMNS, Histograms, StatisticsBatch
 from watchstep.kernels.measurement import Completed, Measurement, Reordered
+from watchstep.platform.program_errors import is_of_program
 from watchstep.pytorch import internals
 from watchstep.pytorch.cuda.arrival import DeviceError, Landing, Landings
 
@@ -195,7 +196,9 @@ def measure(tensors: Sequence[Tensor]) -> Measurement:
         measured = triton.kernel.measure([tensors[place] for place in fast])
     except torch.cuda.OutOfMemoryError:
         raise  # separate operations would take more
-    except Exception as error:  # noqa: BLE001 - a compiler's errors are of any kind, and training goes on
+    except Exception as error:  # a compiler's errors are of any kind, and training goes on
+        if is_of_program(error):
+            raise
         triton.give_up(error)
         return measure_by_operations(tensors)
     if len(fast) == len(tensors):
@@ -233,7 +236,9 @@ def check_nonfinite(tensors: Sequence[Tensor]) -> NonfiniteCheck:
             return NonfiniteCheck(triton.kernel.check_nonfinite(tensors), triton.kernel.release)
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # as above
+            if is_of_program(error):
+                raise
             triton.give_up(error)
     with torch.cuda.device(tensors[0].device):
         landing = _landings.take(1, pinned=True)

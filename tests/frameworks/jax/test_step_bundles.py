@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import optax  # noqa: E402
 
+from watchstep import CaptureConfig, Hook  # noqa: E402
 from watchstep.errors import ConfigError, FormatError, WatchstepError  # noqa: E402
-from watchstep.format.bundle import bundle_keys, open_bundle, open_bundle_file  # noqa: E402
+from watchstep.format.bundle import Bundle, bundle_keys, open_bundle, open_bundle_file  # noqa: E402
 from watchstep.format.layout import BundleKey  # noqa: E402
+from watchstep.jax import Recording  # noqa: E402
 from watchstep.jax.replay.step_arguments import JaxStep, load_arguments, save_bundle  # noqa: E402
 from watchstep.jax.replay.step_replay import replay_jax_step  # noqa: E402
 from watchstep.store.store import Store  # noqa: E402
@@ -68,6 +72,60 @@ def test_arguments_return_as_they_were(tmp_path: Path) -> None:
     assert keywords["scale"] == 2.0
     assert (np.asarray(keywords["reference"][...]) == np.arange(3)).all()
     assert [each.name for each in tmp_path.iterdir()] == ["step.safetensors"]
+
+
+def bundled_batches(folder: Path, batch_of: Callable[[int], Any]) -> tuple[dict[str, Any], Hook]:
+    """Train on a batch with NaN at step 3, drop each loss at once, and return the batches of the bundles by their reasons."""
+    hook = Hook(folder, on_nonfinite="skip", config=CaptureConfig(overhead_budget=None))
+    Recording(hook)
+    optimizer = optax.sgd(0.1)
+
+    @jax.jit
+    def step(weight: Any, state: Any, batch: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda weight: ((batch @ weight) ** 2).mean())(weight)
+        updates, state = optimizer.update(gradient, state, weight)
+        return optax.apply_updates(weight, updates), state, loss
+
+    weight = jnp.ones(4)
+    state = optimizer.init(weight)
+
+    def train(number: int) -> None:
+        nonlocal weight, state
+        weight, state, loss = step(weight, state, batch_of(number))
+        float(loss)
+
+    for number in range(8):
+        train(number)
+    hook.close()
+    store = Store.open(hook.run_url)
+    bundles = [open_bundle(store, key.path) for key in bundle_keys(store)]
+    return {bundle.document.reason: _batch_of(bundle) for bundle in bundles}, hook
+
+
+def _batch_of(bundle: Bundle) -> Any:
+    (name,) = (name for name, location in bundle.tensors.items() if location.shape == (2, 4))
+    return bundle.read(name)[0].view(np.float32)
+
+
+def numbered(number: int) -> Any:
+    return np.full((2, 4), np.nan if number == 3 else number, np.float32)
+
+
+def test_the_batch_of_a_bad_step_is_its_own_where_an_array_before_it_was_deleted(tmp_path: Path) -> None:
+    batches, _ = bundled_batches(tmp_path, lambda number: jnp.asarray(numbered(number)))
+    assert np.isnan(batches["gate"]).all()
+
+
+def test_a_batch_that_the_program_has_overwritten_is_not_that_of_the_bad_step(tmp_path: Path) -> None:
+    memory = np.zeros((2, 4), np.float32)
+
+    def refilled(number: int) -> Any:
+        memory[:] = numbered(number)
+        return memory
+
+    batches, hook = bundled_batches(tmp_path, refilled)
+    assert list(batches) == ["alert"]  # the next complete step
+    assert "has written to an array" in hook.health["notes"]["bundles"]
 
 
 def test_a_bundle_of_a_run_is_chosen_by_its_step(tmp_path: Path) -> None:
@@ -130,6 +188,7 @@ PROGRAM = """
 import jax
 import jax.numpy as jnp
 from jax import lax
+from watchstep.jax import Recording  # noqa: E402
 from watchstep.jax.replay.step_arguments import JaxStep, save_bundle
 
 

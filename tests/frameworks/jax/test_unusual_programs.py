@@ -283,6 +283,25 @@ def module_level(number: Any) -> Any:
     return number * 2
 
 
+def test_a_callable_object_that_is_compiled_at_each_step_is_traced_once(hook: Hook) -> None:
+    optimizer, traces = optax.sgd(0.1), []
+
+    class Step:
+        def __call__(self, weight: Any, state: Any, batch: Any) -> Any:
+            traces.append(1)
+            return stepping(optimizer)(weight, state, batch)
+
+    step = Step()
+    weight = jnp.ones(3)
+    state = optimizer.init(weight)
+    weight, state, _ = jax.jit(step)(weight, state, BATCH)
+    first = len(traces)
+    for _ in range(4):
+        weight, state, _ = jax.jit(step)(weight, state, BATCH)
+    assert len(traces) == first
+    assert closed(hook).tensor("loss").steps() == [0, 1, 2, 3, 4]
+
+
 def test_functions_and_optimizers_are_copied_and_compared(hook: Hook) -> None:
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return updates, state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from watchstep.errors import FormatError
+from watchstep.format.layout import baseline_document
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading.columns import needs_of
+from watchstep.store.store import Store
+from watchstep_rules.baseline import read_baseline
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.signals.baseline import (
+    MAX_DIMENSIONS,
     MAX_PHASES,
     MAX_RUNS,
     Baseline,
@@ -47,6 +54,22 @@ def phases(*summaries: BaselineRun) -> tuple[Span | None, ...]:
     baseline = merged(*summaries)
     assert baseline is not None
     return baseline.tensors["loss"].phases
+
+
+def test_a_baseline_with_more_than_a_tensor_can_have_is_refused(tmp_path: Path) -> None:
+    """A recorder may write one, of which evaluators keep several."""
+    store = Store.open(tmp_path, create=True)
+
+    def write(dimensions: int, run: str) -> None:
+        tensor = {"shape": [1] * dimensions, "statistic": "mean", "phases": []}
+        store.put(baseline_document("a1"), json.dumps({"runs": [run], "tensors": {"loss": tensor}}).encode())
+
+    write(MAX_DIMENSIONS, "r" * 128)
+    assert read_baseline(store, "a1") is not None
+    for dimensions, run in ((MAX_DIMENSIONS + 1, "r"), (1, "r" * 129)):
+        write(dimensions, run)
+        with pytest.raises(FormatError, match="not a baseline"):
+            read_baseline(store, "a1")
 
 
 def test_phases_double_in_length() -> None:

@@ -157,6 +157,21 @@ def test_values_of_another_form_raise_a_clear_error(content: bytes, tmp_path: Pa
         replayed(path)
 
 
+def test_a_tensor_in_the_place_of_a_random_state_raises_a_clear_error() -> None:
+    import torch
+
+    from watchstep.pytorch.bundles import random_states
+
+    damaged = {
+        "torch": torch.get_rng_state(),
+        "devices": {},
+        "python": None,
+        "numpy": {"state": torch.zeros(2)},
+    }
+    with pytest.raises(ValueError, match="random states: IndexError"):
+        random_states.restore(damaged)
+
+
 MEBIBYTE = 2**20
 
 

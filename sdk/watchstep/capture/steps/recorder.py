@@ -36,6 +36,7 @@ from watchstep.format.control import StopRequest
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Completed, Measurement
+from watchstep.platform.program_errors import call_program
 from watchstep.platform.terminal_text import printable
 from watchstep.stopping import AwaitsCheckpoint, OnStop, SavesThenStops, StopTraining
 
@@ -298,7 +299,7 @@ class Recorder:
                 self.hand_over()
             sys.stderr.write(f"watchstep: stopped by the {source} at step {self.step}: {printable(reason)}\n")
         except Exception as error:  # noqa: BLE001 - other ranks may stop at the same point
-            self._health.fault("stop", error)
+            self._health.contain("stop", error)
         raise StopTraining(self.stopped, self.step)
 
     def add(
@@ -539,7 +540,7 @@ class Recorder:
             self.acknowledged = False  # a program that completes meanwhile was not stopped
             return
         if not isinstance(call, SavesThenStops):
-            call(request)
+            call_program(call, request)
             return
         try:
             call(request)
@@ -548,7 +549,7 @@ class Recorder:
                     "on_stop", "the function did not report a checkpoint with Hook.checkpoint_saved"
                 )
         except Exception as error:  # noqa: BLE001 - a failed save must not keep a rank from stopping with the others
-            self._health.fault("on_stop", error)
+            self._health.contain("on_stop", error)
             self._log_unsaved(request, f"{type(error).__name__}: {error}")
         raise StopTraining(request, self.step)
 

@@ -31,6 +31,7 @@ from watchstep.format.snapshot import (
     parts_metadata,
 )
 from watchstep.format.tensors import Mode, TensorInfo, bounded_word
+from watchstep.platform.program_errors import is_of_program
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Size of the memory that small tensors of a collection share, as long as the size of the collection is not known from an earlier step."""
@@ -256,7 +257,9 @@ class TensorCapture:
             return self._leave_out(staged, collection, name, "did not fit into the memory for tensors")
         try:
             waits = copy(memory) if size else None
-        except Exception as error:  # noqa: BLE001 - a tensor of the program's own class may raise anything
+        except Exception as error:  # a tensor of the program's own class may raise anything
+            if is_of_program(error):
+                raise
             return self._leave_out(staged, collection, name, f"could not be copied ({type(error).__name__})")
         hourly.add(size)
         if waits is not None:

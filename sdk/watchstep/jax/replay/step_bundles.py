@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ _log = logging.getLogger("watchstep")
 _MAX_NEW_BYTES = 256 * 2**20
 """Size of the new arguments of a call that are referenced until the next one."""
 
+_SAMPLED = 256
+"""Elements of an array that are compared, at least; twice as many at most."""
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -35,11 +39,18 @@ class _Call:
         function: the step.
         structure: structure of its arguments.
         new: leaves of its arguments that are no outputs of its call before, by their indices.
+        samples: of each array of NumPy among them, which the program may write its next batch to, some elements.
     """
 
     function: CompiledStep
     structure: Any
     new: dict[int, Any]
+    samples: dict[int, bytes]
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether the program has written to an argument since the call."""
+        return any(_sample(self.new[place]) != sample for place, sample in self.samples.items())
 
 
 class StepBundles:
@@ -58,7 +69,7 @@ class StepBundles:
         self._identity = identity
         self._run_url = run_url
         self._withholds = withholds and session.config.bundles is not None
-        self._last_outputs: set[int] = set()
+        self._last_outputs: dict[int, weakref.ref[Any]] = {}  # an id alone may be that of a later array
         self._last_call: _Call | None = None
         self._arguments: Any = None
 
@@ -82,12 +93,18 @@ class StepBundles:
         if not self._withholds:
             return
         leaves, structure = jax.tree_util.tree_flatten(arguments)
-        new = {place: leaf for place, leaf in enumerate(leaves) if id(leaf) not in self._last_outputs}
+        new = {place: leaf for place, leaf in enumerate(leaves) if not self._is_last_output(leaf)}
         size = sum(int(getattr(leaf, "nbytes", 0)) for leaf in new.values())
         is_kept = size <= _MAX_NEW_BYTES and not any(map(_is_deleted, new.values()))
-        self._last_call = _Call(function, structure, new) if is_kept else None
-        self._last_outputs = set(map(id, jax.tree_util.tree_leaves(outputs)))
+        samples = {place: _sample(leaf) for place, leaf in new.items() if isinstance(leaf, np.ndarray)}
+        self._last_call = _Call(function, structure, new, samples) if is_kept else None
+        arrays = (leaf for leaf in jax.tree_util.tree_leaves(outputs) if isinstance(leaf, jax.Array))
+        self._last_outputs = {id(array): weakref.ref(array) for array in arrays}
         self._arguments = None
+
+    def _is_last_output(self, leaf: Any) -> bool:
+        output = self._last_outputs.get(id(leaf))
+        return output is not None and output() is leaf
 
     def write_bad(self, step: int) -> None:
         """Write the bundle of the step whose update was withheld, if its arguments are known. Faults are counted."""
@@ -96,6 +113,12 @@ class StepBundles:
             return
         leaves, structure = jax.tree_util.tree_flatten(arguments)
         if structure != call.structure:
+            return
+        if call.is_overwritten:
+            self._session.health.note(
+                "bundles",
+                f"step {step} is not bundled: the program has written to an array that it passed to the step",
+            )
             return
         values = [call.new.get(place, leaf) for place, leaf in enumerate(leaves)]
         self._write(step, jax.tree_util.tree_unflatten(structure, values), call.function, is_complete=False)
@@ -148,6 +171,10 @@ class StepBundles:
                 step,
                 self._run_url,
             )
+
+
+def _sample(array: Any) -> bytes:
+    return bytes(array.flat[:: max(1, array.size // _SAMPLED)].tobytes())
 
 
 def _is_deleted(leaf: Any) -> bool:

@@ -41,6 +41,7 @@ from watchstep.format.bundle import (
 )
 from watchstep.format.layout import BundleKey
 from watchstep.format.snapshot import Described, header
+from watchstep.platform.program_errors import is_of_program
 from watchstep.pytorch import internals
 from watchstep.pytorch.bundles import random_states
 from watchstep.pytorch.bundles.program import precision_data, program_data
@@ -420,7 +421,9 @@ def _state_of(owner: Any) -> Any:
     """Return the state dictionary of an object, or the exception as text, which is stored as such."""
     try:
         return owner.state_dict()
-    except Exception as error:  # noqa: BLE001 - the state of a program's object may not be available
+    except Exception as error:  # the state of a program's object may not be available
+        if is_of_program(error):
+            raise
         return {"state_dict raised": f"{type(error).__name__}: {error}"[:500]}
 
 

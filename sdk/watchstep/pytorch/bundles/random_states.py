@@ -238,6 +238,6 @@ def restore(value: dict[str, Any]) -> list[str]:
             np.random.set_state(value["numpy"])  # noqa: NPY002 - the generator that programs use
         elif python is None:
             lost.append("numpy")
-    except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+    except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"random states: {type(error).__name__}: {str(error)[:200]}") from error
     return lost

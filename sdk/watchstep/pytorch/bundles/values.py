@@ -35,6 +35,7 @@ from torch import Tensor
 
 from watchstep.format.bundle import VALUES, LostValue
 from watchstep.format.snapshot import DTYPES
+from watchstep.platform.program_errors import is_of_program
 from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES, shard_of
 
 MAX_DEPTH = 32
@@ -134,7 +135,9 @@ class ValueEncoder:
             return self._lose(value, path, "it is nested too deeply")
         try:
             return self._encoded(value, path, depth)
-        except Exception as error:  # noqa: BLE001 - a value of the program may do anything
+        except Exception as error:  # a value of the program may do anything
+            if is_of_program(error):
+                raise
             return self._lose(value, path, f"{type(error).__name__}: {error}"[:200])
 
     def _encoded(self, value: Any, path: str, depth: int) -> Any:

@@ -19,6 +19,7 @@ from watchstep.capture.config import TensorLimits
 from watchstep.capture.tensors.collections import SELECTABLE, Copy, DueTensor, TensorCapture
 from watchstep.format.snapshot import TensorPart
 from watchstep.format.tensors import Mode, TensorInfo
+from watchstep.platform.program_errors import is_of_program
 from watchstep.pytorch import internals
 from watchstep.pytorch.kernel import has_all_memory
 from watchstep.pytorch.names import is_sharding
@@ -92,7 +93,9 @@ def save_one(  # noqa: PLR0913 - where a tensor is saved, and what it is
     """
     try:
         found = _saved(capture, collection, info, tensor, change)
-    except Exception as error:  # noqa: BLE001 - the operations of a tensor of the program's own class may raise anything
+    except Exception as error:  # the operations of a tensor of the program's own class may raise anything
+        if is_of_program(error):
+            raise
         found = f"could not be copied ({type(error).__name__})"
     if isinstance(found, str):
         capture.unsupported(collection, info.name, found)
