@@ -89,7 +89,7 @@ def record_loss(folder: Path, run: str, loss: float) -> str:
 def test_only_a_run_that_leaves_the_ranges_counts(tmp_path: Path) -> None:
     earlier = {
         str(seed): summarize_run(open_run(record_loss(tmp_path, f"earlier-{seed}", 1.0 + 0.1 * seed)))
-        for seed in range(3)
+        for seed in range(5)
     }
     baseline = merge_summaries(earlier)
     assert baseline is not None

@@ -101,6 +101,7 @@ from watchstep_rules.builtin.weights.symmetric_units import SymmetricUnitsParams
 from watchstep_rules.builtin.weights.weight_not_updating import WeightNotUpdatingParams
 from watchstep_rules.builtin.weights.weight_update_ratio import WeightUpdateRatioParams
 from watchstep_rules.config.attached import attachable
+from watchstep_rules.rule import Params
 
 absent_from_optimizer = attachable("absent_from_optimizer", AbsentFromOptimizerParams)
 all_zero = attachable("all_zero", AllZeroParams)
@@ -188,6 +189,7 @@ sagemaker_weight_update_ratio = attachable("sagemaker_weight_update_ratio", Sage
 saturated_activation = attachable("saturated_activation", SaturatedActivationParams)
 scaler_skips = attachable("scaler_skips", ScalerSkipsParams)
 similar_across_runs = attachable("similar_across_runs", SimilarAcrossRunsParams)
+skipped_updates = attachable("skipped_updates", Params)
 slow_convergence = attachable("slow_convergence", SlowConvergenceParams)
 stalled_training = attachable("stalled_training", StalledTrainingParams)
 starved_expert = attachable("starved_expert", StarvedExpertParams)
@@ -276,6 +278,7 @@ __all__ = [
     "saturated_activation",
     "scaler_skips",
     "similar_across_runs",
+    "skipped_updates",
     "slow_convergence",
     "stalled_training",
     "starved_expert",

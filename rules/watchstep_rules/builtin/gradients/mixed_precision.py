@@ -219,6 +219,9 @@ class SkippedUpdates(Rule[Params, State]):
         "Look at the samples of the step.",
         "Use on_nonfinite='skip:N' to stop after N skips in a row.",
     )
+    cannot_distinguish = (
+        "One batch with a bad sample, from the first step of a divergence: both are one skipped update.",
+    )
 
     def evaluate(
         self, params: Params, state: State, context: Block, block: Block, now: int
