@@ -122,7 +122,7 @@ ROWS = (
         BOOSTING,
         "xgboost-cpu==3.0.0",
         "lightgbm==4.5.0",
-        "scikit-learn==1.5.2",
+        "scikit-learn<1.6",
         "torch==2.13.0",
     ),
     _row("boosting-newest", "3.12", BOOSTING, "xgboost-cpu", "lightgbm", "scikit-learn", "torch==2.13.0"),
