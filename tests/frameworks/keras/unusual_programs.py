@@ -113,6 +113,7 @@ def evaluating(record: Wrap) -> Any:
         else:
             import torch
 
+            model.reset_metrics()
             losses.append(float(model.train_on_batch(x, y)))
         labels = keras.ops.convert_to_tensor(y)
         if BACKEND == "torch":

@@ -212,6 +212,7 @@ def test_each_tree_of_a_round_has_a_row(tmp_path: Path) -> None:
     assert whole["probe.gain"] == pytest.approx(np.sum([part["probe.tree_gain"] for part in parts], 0))
 
 
+@pytest.mark.skipif(xgboost.__version__.startswith("3.0."), reason="XGBoost 3.0 cannot dump such trees")
 def test_trees_with_several_outputs_have_no_gain(tmp_path: Path) -> None:
     data, _, _ = named(labels=lambda x: x[:, :2])
     run, _ = boosted(tmp_path, data, {"multi_strategy": "multi_output_tree", "tree_method": "hist"})
@@ -362,15 +363,15 @@ def test_the_last_state_is_recorded_whatever_the_cadence(tmp_path: Path) -> None
     assert run.tensor("final_accuracy").steps() == [2 * ROUNDS - 1]
 
 
-def test_a_fault_of_the_programs_own_stop_does_not_reach_training(tmp_path: Path) -> None:
+def test_what_the_programs_own_stop_raises_ends_the_training(tmp_path: Path) -> None:
     def fail(_: StopRequest) -> None:
         raise ValueError("no disk")
 
     hook = Hook(tmp_path, on_stop=fail)
     hook._recorder.request_stop(StopRequest("attempt", 1, "enough"))
-    booster = xgboost.train(PARAMETERS, data(), ROUNDS, callbacks=[Recording(hook)])
+    with pytest.raises(ValueError, match="no disk"):
+        xgboost.train(PARAMETERS, data(), ROUNDS, callbacks=[Recording(hook)])
     hook.close()
-    assert booster.num_boosted_rounds() == ROUNDS
 
 
 UNMODIFIED = """
