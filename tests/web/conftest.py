@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 from tests.web.site import CHROMIUM, CHROMIUM_ARGUMENTS, Site, Visit, record_demo
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
+
+# Milliseconds: the machine may be busy with other suites.
+expect.set_options(timeout=30_000)
 
 
 @pytest.fixture(scope="session")

@@ -112,7 +112,7 @@ class Visit:
             locale="en-US",
             timezone_id="UTC",
         )
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(60_000)
         page = context.new_page()
         page.on("console", self._note_message)
         page.on("pageerror", lambda error: self.errors.append(str(error)))

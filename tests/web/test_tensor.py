@@ -330,7 +330,7 @@ def test_a_tensor_that_cannot_be_shown(visit: Visit, site: Site) -> None:
 
 
 def test_steps_without_records(visit: Visit, site: Site) -> None:
-    with visit.open(path_of(site, GRADIENT, "?from=100&to=120")) as page:
+    with visit.open(path_of(site, GRADIENT, "?from=100000&to=100020")) as page:
         shown(page)
         expect(section(page, "Statistics")).to_contain_text("Not recorded in these steps.")
         expect(section(page, "Distribution")).to_contain_text("No distribution is recorded in these steps.")
