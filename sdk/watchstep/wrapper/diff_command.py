@@ -14,7 +14,7 @@ from watchstep.errors import ConfigError
 from watchstep.hook import STORE
 from watchstep.platform.terminal_text import escaped_json, printable
 from watchstep.reading.comparison.diff import RunDifference, diff
-from watchstep.reading.comparison.settings import DifferingSetting, differing_settings
+from watchstep.reading.comparison.settings import SettingDifference, differing_settings
 from watchstep.reading.comparison.tolerances import DEFAULT_UNITS, UNIT_ROUNDOFF, Tolerances
 from watchstep.reading.run_lookup import find_run
 from watchstep.trace.comparison import TraceDifference, compare_traces
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         raise ConfigError(f"--most {options.most}", "use a number from 1")
     tolerances = Tolerances.uniform(0.0) if options.exact else Tolerances.parse(options.tolerance or ())
     difference: RunDifference | None = None
-    settings: list[DifferingSetting] = []
+    settings: list[SettingDifference] = []
     if options.runs:
         store = options.store or os.environ.get(STORE) or _DEFAULT_STORE
         run_a, run_b = (find_run(run, store) for run in options.runs)
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def _print_json(
     runs: Sequence[str],
-    of_runs: tuple[list[DifferingSetting], RunDifference | None],
+    of_runs: tuple[list[SettingDifference], RunDifference | None],
     of_traces: tuple[Trace | None, TraceDifference | None],
     most: int,
 ) -> None:
@@ -157,7 +157,7 @@ def difference_data(difference: RunDifference, most: int) -> dict[str, Any]:
     }
 
 
-def setting_lines(settings: Sequence[DifferingSetting], runs: Sequence[str]) -> Iterator[str]:
+def setting_lines(settings: Sequence[SettingDifference], runs: Sequence[str]) -> Iterator[str]:
     """Yield the settings that differ between two runs as lines of text."""
     for setting in settings[:_MAX_SETTINGS]:
         yield f"{setting.source} differs: {setting.as_line(runs)}"

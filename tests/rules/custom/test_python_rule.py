@@ -277,6 +277,7 @@ def test_the_setting_demands_a_level() -> None:
 @pytest.mark.ci
 def test_where_they_are_refused_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     config = loud(threshold=4.5)
+    confinement.set_demand(None)  # a service that another test has started in this process sets one
     monkeypatch.setenv(confinement.VARIABLE, "refuse")
     assert "refused here" in refusal(source=LOUD + "#", **{"class": "Loud"})
     rule = config.implementation

@@ -247,11 +247,11 @@ def test_serve_prints_alerts_with_explanations(tmp_path: Path) -> None:
                 hook.step()
         assert process.stdout is not None
         block = [line_of(process) for _ in range(6)]
-        assert block[0] == "watchstep: vision/ill: non_finite_values (warning) firing: bad from step 3\n"
+        assert block[0] == "watchstep: vision/ill: non_finite_values (warning) firing: bad from step 2\n"
         assert [line.split()[0] for line in block[1:]] == ["seen", "where", "against", "since", "usually"]
         shown = run_command("runs", "alerts", "vision/ill", "--store", tmp_path)
         assert shown.returncode == 0, shown.stderr
-        assert shown.stdout.startswith("non_finite_values (warning) firing: bad from step 3 (attempt ")
+        assert shown.stdout.startswith("non_finite_values (warning) firing: bad from step 2 (attempt ")
         assert "  seen    1 NaN among 1 elements of loss, 0 tolerated\n" in shown.stdout
         assert "error: rule" not in shown.stdout
         # Which others have no data depends on how much of the run was read by then.

@@ -296,7 +296,7 @@ def test_many_runs_and_a_sweep(store: Path, rules: Path, tmp_path: Path, jobs: s
     assert "exploding_gradient 2 3 - 22 vision/explosion" in lines
     assert "10 1 2 3 - 20 vision/explosion" in lines
     assert "100 3 2 3 - 22 vision/explosion <- current" in lines
-    assert "1e+08 1 0 3 - - -" in lines
+    assert "100,000,000 1 0 3 - - -" in lines
     held = json.loads(found.read_text())
     assert [run["run"] for run in held["runs"]] == ["explosion", "late", "nan"]
     assert held["failed"] == []
@@ -396,7 +396,7 @@ def test_a_service_evaluates_its_own_runs(store: Path, rules: Path) -> None:
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "vision/late 90 rows, by step: no service evaluated it" in lines
     assert any(line.startswith("non_finite_values critical, stops 4 4 loss") for line in lines)
-    assert "100 1 2 25 vision/late <- current" in lines
+    assert "100 1 2 - 25 vision/late <- current" in lines
     assert other.returncode == 2
     assert "vision/x: not found" in other.stderr
     assert "use <project>/<run>" in plain.stderr

@@ -32,7 +32,7 @@ _Series = tuple[NDArray[np.int64], Floats]
 
 
 @dataclass(frozen=True)
-class DifferingSetting:
+class SettingDifference:
     """A setting that is not the same in all runs.
 
     Attributes:
@@ -65,7 +65,7 @@ class SettingDifferences:
         compared: kind of setting → number of settings that were compared.
     """
 
-    differing: list[DifferingSetting]
+    differing: list[SettingDifference]
     compared: dict[SettingSource, int]
 
 
@@ -105,7 +105,7 @@ def differing_settings(runs: Sequence[Run], steps: tuple[int, int] = (0, NO_CUT)
         for key in keys:
             values = tuple(of_run.get(key) for of_run in by_run)
             if any(value != values[0] for value in values[1:]):
-                differing.append(DifferingSetting(source, key, values))
+                differing.append(SettingDifference(source, key, values))
     return SettingDifferences(differing, compared)
 
 
@@ -128,12 +128,14 @@ def _hyperparameters(run: Run) -> dict[str, _Series]:
     return found
 
 
-def _compared(name: str, series: Sequence[_Series | None], steps: tuple[int, int]) -> DifferingSetting | None:
+def _compared(
+    name: str, series: Sequence[_Series | None], steps: tuple[int, int]
+) -> SettingDifference | None:
     """Return where a hyperparameter first differs; None if it does not."""
     recorded = [of_run for of_run in series if of_run is not None]
     if len(recorded) < len(series):
         values = tuple(None if of_run is None else _value(of_run[1][0]) for of_run in series)
-        return DifferingSetting("hyperparameter", name, values)
+        return SettingDifference("hyperparameter", name, values)
     first = max(steps[0], *(int(of_steps[0]) for of_steps, _ in recorded))
     changes = np.unique(np.concatenate([[first], *(of_steps for of_steps, _ in recorded)]))
     changes = changes[(changes >= first) & (changes <= steps[1])]
@@ -145,7 +147,7 @@ def _compared(name: str, series: Sequence[_Series | None], steps: tuple[int, int
         return None
     place = int(differs[0])
     values = tuple(_value(values[place]) for values in at)
-    return DifferingSetting("hyperparameter", name, values, int(changes[place]))
+    return SettingDifference("hyperparameter", name, values, int(changes[place]))
 
 
 def _value(value: float) -> SettingValue:

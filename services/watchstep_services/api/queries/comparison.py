@@ -314,7 +314,9 @@ def settings_of(opened: Opened, request: ComparisonRequest) -> ComparedSettings:
     )
 
 
-def _setting(entry: settings.DifferingSetting, runs: list[str], requested: Sequence[str]) -> DifferingSetting:
+def _setting(
+    entry: settings.SettingDifference, runs: list[str], requested: Sequence[str]
+) -> DifferingSetting:
     values = dict(zip(runs, entry.values, strict=True))
     shown = [values.get(name) for name in requested]
     return DifferingSetting(

@@ -256,7 +256,7 @@ from watchstep import CaptureConfig, Hook, open_run
 
 inner, value = clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_
 del clip_grad._clip_grads_with_norm_  # PyTorch before 2.6 has none
-clip_grad.clip_grad_value_ = lambda parameters, value: None  # as no PyTorch is: nothing to exchange
+clip_grad.clip_grad_value_ = eval("lambda parameters, value: None", vars(clip_grad))  # nothing to exchange
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 hook = Hook(Path(sys.argv[1]), config=CaptureConfig(overhead_budget=None, gradients="before_clipping"))
