@@ -123,7 +123,9 @@ def _keys() -> list[str]:
         "Keras on jax": {},
     }
     return [
-        f"{name}:{key}" for name, table in tables.items() for key in (WITHOUT_WATCHSTEP, COMPLETE, *table)
+        f"{name}:{key}"
+        for name, table in tables.items()
+        for key in (WITHOUT_WATCHSTEP, COMPLETE, *([WITHOUT_MODULE] if table else []), *table)
     ]
 
 
