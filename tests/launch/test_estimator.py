@@ -136,7 +136,9 @@ def test_a_healthy_run_is_left_alone(estimate: Estimator, caplog: pytest.LogCapt
     job = changed(estimate, program="train.py -1 30", rules=rules).fit()
     assert "receiver 'of-nobody' does not exist" in caplog.text
     assert job.status() == JobStatus("ended", 0)
-    assert (job.run_state().info.state, written(job)) == ("completed", b"trained to the end\n")
+    assert job.run_state().info.state == "completed"
+    # Where the training takes long, the recorder's line that a service evaluates the run is in the log, too.
+    assert b"trained to the end" in written(job).splitlines()
 
 
 def test_a_program_gets_what_it_would_have_without_watchstep(estimate: Estimator, folder: Path) -> None:

@@ -120,8 +120,10 @@ class Recording:
             self.write(seq, first, last, value, worker)
             first = last + 1
 
-    def end(self, state: EndState = "completed", last_step: int = 0, worker: int = 0) -> None:
+    def end(
+        self, state: EndState = "completed", last_step: int = 0, worker: int = 0, ended_ns: int = 1
+    ) -> None:
         """Write how a worker ended, after what it has written so far."""
         writer = self.writer(worker).writer
-        said = EndDocument(worker, state, last_step, 1, len(self.written.get(writer, [])), writer)
+        said = EndDocument(worker, state, last_step, ended_ns, len(self.written.get(writer, [])), writer)
         self.store.put(layout.end_document(self.attempt, worker), documents.encode(said))

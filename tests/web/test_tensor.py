@@ -138,8 +138,13 @@ def test_heat_and_ridges(visit: Visit, site: Site) -> None:
         shown(page)
         distribution = section(page, "Distribution")
         heat = distribution.get_by_role("img", name="Distribution of the elements over the steps")
-        heat.hover(position={"x": 100, "y": 60})
-        expect(distribution.locator("figcaption").first).to_contain_text(re.compile(r"step \d+.*elements"))
+        caption = distribution.locator("figcaption").first
+        for x in range(60, 600, 5):  # which steps were measured depends on the speed of the machine
+            heat.hover(position={"x": x, "y": 60})
+            expect(caption).to_contain_text(re.compile(r"steps? \d+.*(elements|not measured)"))
+            if "elements" in caption.inner_text():
+                break
+        expect(caption).to_contain_text("elements")
         heat.click(position={"x": 70, "y": 60})
         expect(page).to_have_url(re.compile(r"step=\d+"))
         distribution.get_by_role("button", name="Ridges").click()
@@ -157,7 +162,7 @@ def test_slices_of_a_saved_tensor(visit: Visit, site: Site) -> None:
     with visit.open(path_of(site, "2.weight")) as page:
         shown(page)
         saved = section(page, "Saved tensor")
-        expect(saved).to_contain_text(TIMES.join(["32", "16", "3", "3"]))
+        expect(saved).to_contain_text(TIMES.join(["128", "64", "3", "3"]))
         saved.get_by_role("combobox", name="Rows").select_option("0")
         saved.get_by_role("combobox", name="Columns").select_option("1")
         saved.get_by_role("spinbutton", name="Dimension 3").fill("2")
@@ -184,7 +189,7 @@ def test_slices_of_a_saved_tensor(visit: Visit, site: Site) -> None:
 
 
 def test_the_neighbours(visit: Visit, site: Site) -> None:
-    with visit.open(path_of(site, GRADIENT, "?step=253")) as page:
+    with visit.open(path_of(site, GRADIENT, "?step=158")) as page:
         shown(page)
         beside = page.get_by_role("navigation", name="Neighbouring tensors")
         expect(beside.get_by_role("link", name="bias:gradient", exact=True)).to_have_attribute(
@@ -192,7 +197,7 @@ def test_the_neighbours(visit: Visit, site: Site) -> None:
         )
         beside.get_by_role("link", name="weight", exact=True).click()
         expect(page.get_by_role("heading", level=1)).to_have_text("7.weight")
-        assert query(page) == {"step": "253"}
+        assert query(page) == {"step": "158"}
         shown(page)
         beside.get_by_role("link", name="previous weight").click()
         expect(page.get_by_role("heading", level=1)).to_have_text("5.weight")

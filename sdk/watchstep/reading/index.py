@@ -356,6 +356,12 @@ class RunIndex:
         ranges = [(first, last) for first, last in ranges if first <= last]
         return min((first for first, _ in ranges), default=0), max((last for _, last in ranges), default=-1)
 
+    def stated_workers(self) -> list[int] | None:
+        """Return the workers of the default view, ascending, if the objects' descriptions state them; None if rows must be read."""
+        stated = [located.object.constant.get("worker") for located in self.objects()]
+        workers = sorted({worker for worker in stated if worker is not None})
+        return None if self.is_restricted or None in stated else workers
+
     def probes(self) -> list[str]:
         """Return the sorted names of recorded probes."""
         names = {name for located in self.objects() for name in located.object.columns}

@@ -240,6 +240,9 @@ class Run:
     @property
     def workers(self) -> list[int]:
         """Workers that recorded, ascending."""
+        stated = self._index.stated_workers()
+        if stated is not None:
+            return stated
         return [int(worker) for worker in np.unique(self._steps_seen()[:, 2])]
 
     def _steps_seen(self) -> NDArray[np.int64]:

@@ -370,7 +370,7 @@ def test_an_unmodified_program_is_recorded(tmp_path: Path) -> None:
     program.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from tests.frameworks.jax import programs\n"
-        "print(programs.with_nnx()[-1])\n",
+        "print(programs.with_linen()[-1])\n",
         encoding="utf-8",
     )
     command = [
@@ -394,7 +394,7 @@ def test_an_unmodified_program_is_recorded(tmp_path: Path) -> None:
     assert child.stdout == output
     run = open_run(tmp_path / "store" / "default" / "r")
     assert run.tensor("loss").steps() == list(range(programs.STEPS))
-    assert "second.kernel:gradient" in run.tensors()
+    assert "Dense_1.kernel:gradient" in run.tensors()
 
 
 def test_numbers_of_the_program_belong_to_the_step_after_which_they_are_logged(tmp_path: Path) -> None:

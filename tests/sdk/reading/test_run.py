@@ -50,6 +50,17 @@ def test_filters(tmp_path: Path) -> None:
         run.tensors(regex="(")
 
 
+def test_the_workers_of_a_run_are_known_without_its_rows(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    for worker in (2, 0):
+        rows = [Row(step, FIRST, [1.0], worker=worker) for step in range(4)]
+        write(store, [block_of(rows)], writer=f"w{worker}")
+    run = open_run(tmp_path / "default" / "r")
+    for entry in list(store.entries("stats/")):
+        store.delete(entry.key)
+    assert run.workers == [0, 2]
+
+
 def test_a_resumed_run_shows_the_newest_attempt_of_each_step(tmp_path: Path) -> None:
     record_losses(tmp_path, 10)
     record_losses(tmp_path, 4, first=6)

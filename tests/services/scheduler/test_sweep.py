@@ -65,7 +65,7 @@ def test_a_run_with_rules_that_cannot_be_used_keeps_no_other_from_its_turn(
     driven.recording(run="good").begin().write_all([3, 7], nan_from(5))
     eventually(lambda: {"bad", "good"} <= set(_found(driven)))
     runs = _found(driven)
-    driven.settle(runs["good"].id)
+    driven.discover(runs["good"].id)
     assert "rules" in runs["bad"].health["run_document"]
     assert driven.alerts(runs["good"].id)["non_finite_values"][:2] == ("firing", 5)
 

@@ -90,7 +90,7 @@ class _Related:
             related.tags[run_id].append(tag)
         related._count_alerts(session, ids)
         related._measure(session, ids)
-        ended = [row.id for row in rows if row.state in ("failed", "stopped")]
+        ended = [row.id for row in rows if row.state in ("completed", "failed", "stopped")]
         newest = and_(RunRow.id == Attempt.run_id, RunRow.attempt == Attempt.attempt)
         if ended:
             ends = select(Attempt.run_id, Attempt.ends).join(RunRow, newest).where(Attempt.run_id.in_(ended))
@@ -155,7 +155,8 @@ def _rate(steps: int, nanoseconds: int) -> float | None:
 
 def _facts(base_url: str, row: RunRow, related: _Related, now: int) -> RunFacts:
     attempts = related.attempts[row.id]
-    until = row.ended_ns or row.last_seen_ns
+    ended = _end_of(row, related.ends.get(row.id, {}), attempts)
+    until = ended or row.last_seen_ns
     starts = [times.started_ns for times in attempts if _EARLIEST_NS <= times.started_ns <= until]
     started = min(starts, default=None)
     counts = related.alerts[row.id]
@@ -173,7 +174,7 @@ def _facts(base_url: str, row: RunRow, related: _Related, now: int) -> RunFacts:
         created_ns=row.created_ns,
         started_ns=started,
         last_seen_ns=row.last_seen_ns,
-        ended_ns=row.ended_ns,
+        ended_ns=ended,
         duration_ns=None if started is None else until - started,
         overhead=overhead_of_run(row.health),
         health=digest_of(health_of(row, now)),
@@ -182,6 +183,18 @@ def _facts(base_url: str, row: RunRow, related: _Related, now: int) -> RunFacts:
         tags=related.tags[row.id],
         reason=reason_of(row, related.ends.get(row.id, {})),
     )
+
+
+def _end_of(row: RunRow, ends: Mapping[str, Any], attempts: Sequence[AttemptTimes]) -> int | None:
+    """Return when the last worker of the newest attempt ended by its own record; the time that the service noticed where it is not known.
+
+    A service may find a run long after its end.
+    """
+    newest = next((times for times in attempts if times.attempt == row.attempt), None)
+    if row.ended_ns is None or newest is None or len(ends) < max(1, newest.world_size):
+        return row.ended_ns
+    recorded = max(int(end.get("ended_ns", 0)) for end in ends.values())
+    return recorded if newest.started_ns <= recorded <= row.ended_ns else row.ended_ns
 
 
 def _mean_rate(

@@ -80,7 +80,9 @@ class RunFacts(BaseModel):
     )
     last_seen_ns: int = Field(description="When the service last received or read data of the run.")
     quiet_since_ns: int | None = Field(description=QUIET)
-    ended_ns: int | None
+    ended_ns: int | None = Field(
+        description="When its last worker ended, as it recorded; if that is not known, when the service noticed. Null: it has not ended."
+    )
     duration_ns: int | None = Field(
         description="From the start to the end, or to last_seen_ns while it runs; null: not started."
     )

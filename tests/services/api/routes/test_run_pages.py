@@ -83,6 +83,27 @@ def test_a_row_has_what_a_person_looks_for(three: Api) -> None:
     assert row["rate"] == {"steps_per_second": pytest.approx(10 / 86400), "kind": "mean"}
 
 
+def test_a_run_that_is_found_late_ended_when_its_workers_recorded(api: Api) -> None:
+    started = 1_700_000_000 * 10**9
+    recording = api.driven.recording()
+    recording.begin(started_ns=started, world_size=2)
+    recording.write(0, 0, 9)
+    recording.end(last_step=9, ended_ns=started + DAY)
+    run_id = api.driven.register()
+    api.driven.discover(run_id)
+    api.driven.change(RunRow, run_id, state="completed", ended_ns=started + 9 * DAY)
+    (row,) = api.get(f"{PROJECT}/run-table")["runs"]
+    assert (row["ended_ns"], row["duration_ns"]) == (
+        started + 9 * DAY,
+        9 * DAY,
+    )  # of one worker nothing is known
+    recording.end(last_step=9, worker=1, ended_ns=started + 2 * DAY)
+    api.driven.discover(run_id)
+    api.driven.change(RunRow, run_id, state="completed", ended_ns=started + 9 * DAY)
+    (row,) = api.get(f"{PROJECT}/run-table")["runs"]
+    assert (row["ended_ns"], row["duration_ns"]) == (started + 2 * DAY, 2 * DAY)
+
+
 def judge_existing(api: Api, run: str) -> int:
     key = api.driven.recording(run).write(0, 0, 9)
     run_id = api.driven.register(run)

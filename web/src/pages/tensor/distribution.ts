@@ -75,6 +75,17 @@ export function placesOfRows(histogram: Histogram, records: readonly Record[]): 
   return places;
 }
 
+/** Return the place of the record that is nearest to a row; the earlier of two, and −1 if there are no records. */
+export function nearestPlace(placeOf: Int32Array, row: number): number {
+  for (let away = 0; away < placeOf.length; away += 1) {
+    const earlier = placeOf[row - away] ?? -1;
+    if (earlier >= 0) return earlier;
+    const later = placeOf[row + away] ?? -1;
+    if (later >= 0) return later;
+  }
+  return -1;
+}
+
 /** Bins to label on an axis, at most `most`, evenly from the outer end of each sign. */
 export function labelledBins(bins: number, negative: number, most: number): number[] {
   const every = Math.max(1, Math.ceil(bins / Math.max(1, most)));

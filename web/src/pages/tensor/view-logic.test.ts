@@ -1,6 +1,14 @@
 import { describe, expect, it } from "vitest";
 import type { Schemas } from "../../api/client";
-import { labelledBins, negativeBins, placesOfRows, recordAt, recordsOf, thinned } from "./distribution";
+import {
+  labelledBins,
+  nearestPlace,
+  negativeBins,
+  placesOfRows,
+  recordAt,
+  recordsOf,
+  thinned,
+} from "./distribution";
 import { axisOf, FORMAT_RANGES, placeOf, ticksOf } from "./format-range";
 import { observationsOf, problemsOf, verdictOf } from "./problems";
 import { chartOf, measures, parseFigures, usualFigures } from "./series";
@@ -171,6 +179,12 @@ describe("what is wrong with a tensor", () => {
 });
 
 describe("the distribution over the steps", () => {
+  it("selects the nearest record of a step that was not measured", () => {
+    const places = Int32Array.from([0, -1, -1, -1, 1, -1]);
+    expect([0, 1, 2, 3, 4, 5].map((row) => nearestPlace(places, row))).toEqual([0, 0, 0, 1, 1, 1]);
+    expect(nearestPlace(Int32Array.from([-1, -1]), 1)).toBe(-1);
+  });
+
   it("finds records, and leaves rows empty that were not measured", () => {
     const records = recordsOf(HISTOGRAM);
     expect(records.map((record) => [record.row, record.first, record.last, record.total])).toEqual([
