@@ -8,6 +8,7 @@ from collections import defaultdict
 import torch
 
 from benchmarks.capture.models import WORKLOADS
+from benchmarks.capture.pairs import watch_all
 from benchmarks.report import Figure, Report, arguments
 from watchstep import Hook, open_run
 from watchstep.format.tensors import ACTIVATIONS, GRADIENTS, UPDATES, WEIGHTS
@@ -21,7 +22,7 @@ def recorded(workload: str, steps: int) -> tuple[dict[str, list[int]], float]:
     training = WORKLOADS[workload].start()
     with tempfile.TemporaryDirectory() as folder:
         with Hook(folder, run="run") as hook:
-            hook.watch(training.model, training.optimizer)
+            watch_all(hook, training)
             for _ in range(steps):
                 training.backward()
                 training.update()

@@ -1,9 +1,9 @@
-"""The trainings that are slowed down: five sizes of step, from a second to a few milliseconds."""
+"""The trainings that are slowed down: steps from a second to a few milliseconds, of one model or two, with few modules or hundreds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,52 @@ def _cnn() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
+def _many_modules() -> nn.Module:
+    """400 modules with tiny tensors."""
+    return nn.Sequential(*(module for _ in range(200) for module in (nn.Linear(8, 8), nn.Tanh())))
+
+
+class Encoder(nn.Module):
+    """2 encoder layers of width 128 with a classifier, as of a small BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_WORDS, 128)
+        layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(128, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.encoder(self.embedding(tokens))[:, 0])
+        return logits
+
+
+_NOISE = 64
+
+
+def _generator() -> nn.Module:
+    """From noise to images of 32 by 32 pixels, as in DCGAN."""
+    layers: list[nn.Module] = [
+        nn.ConvTranspose2d(_NOISE, 128, 4, bias=False),
+        nn.BatchNorm2d(128),
+        nn.ReLU(),
+    ]
+    for before, after in ((128, 64), (64, 32)):
+        layers += [nn.ConvTranspose2d(before, after, 4, 2, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.ConvTranspose2d(32, 3, 4, 2, 1), nn.Tanh())
+
+
+def _discriminator() -> nn.Module:
+    """From images to one logit."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 4, 2, 1), nn.LeakyReLU(0.2)]
+    for before, after in ((32, 64), (64, 128)):
+        layers += [nn.Conv2d(before, after, 4, 2, 1, bias=False), nn.BatchNorm2d(after), nn.LeakyReLU(0.2)]
+    return nn.Sequential(*layers, nn.Conv2d(128, 1, 4), nn.Flatten(0))
+
+
+Watched = tuple[nn.Module, torch.optim.Optimizer]
+
+
 @dataclass(frozen=True)
 class Training:
     """A model, its optimizer and one batch that every step repeats.
@@ -103,6 +149,11 @@ class Training:
     inputs: Tensor
     labels: Tensor
     micro_batches: int = 1
+
+    @property
+    def watched(self) -> tuple[Watched, ...]:
+        """The models that are watched, and their optimizers; the first one counts the steps."""
+        return ((self.model, self.optimizer),)
 
     def backward(self) -> Tensor:
         """Forward and backward of one step; the last loss."""
@@ -120,6 +171,45 @@ class Training:
 
 
 @dataclass(frozen=True)
+class AdversarialTraining(Training):
+    """A generator, and a discriminator, ``model``, which is updated before it.
+
+    Attributes:
+        generator: the generator.
+        generator_optimizer: its optimizer.
+    """
+
+    generator: nn.Module = field(default_factory=_generator)
+    generator_optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        optimizer = torch.optim.AdamW(self.generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
+        object.__setattr__(self, "generator_optimizer", optimizer)
+
+    @property
+    def watched(self) -> tuple[Watched, ...]:
+        return ((self.generator, self.generator_optimizer), (self.model, self.optimizer))
+
+    def backward(self) -> Tensor:
+        made = self.generator(torch.randn(len(self.inputs), _NOISE, 1, 1))
+        self.optimizer.zero_grad()
+        _judged(self.model(self.inputs), 1.0).backward()
+        _judged(self.model(made.detach()), 0.0).backward()
+        self.optimizer.step()
+        self.generator_optimizer.zero_grad()
+        loss = _judged(self.model(made), 1.0)
+        loss.backward()
+        return loss
+
+    def update(self) -> None:
+        self.generator_optimizer.step()
+
+
+def _judged(logits: Tensor, truth: float) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, truth))
+
+
+@dataclass(frozen=True)
 class Workload:
     """A training to measure.
 
@@ -129,6 +219,7 @@ class Workload:
         steps: of one round.
         warm_steps: before the first round, so that a recorder that adapts has adapted.
         micro_batches: of a step.
+        kind: class of the training.
     """
 
     title: str
@@ -136,13 +227,14 @@ class Workload:
     steps: int
     warm_steps: int
     micro_batches: int = 1
+    kind: type[Training] = Training
 
     def start(self) -> Training:
         """The training at its first step, the same each time."""
         torch.manual_seed(0)
         model, inputs, labels = self.make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        return Training(model, optimizer, inputs, labels, self.micro_batches)
+        return self.kind(model, optimizer, inputs, labels, self.micro_batches)
 
 
 def _transformer_at(batch: int, length: int) -> Callable[[], tuple[nn.Module, Tensor, Tensor]]:
@@ -166,11 +258,26 @@ def _rows() -> tuple[nn.Module, Tensor, Tensor]:
     return _mlp(), torch.randn(64, 1410), torch.randint(10, (64,))
 
 
+def _sentences() -> tuple[nn.Module, Tensor, Tensor]:
+    return Encoder(), torch.randint(_WORDS, (16, 64)), torch.randint(2, (16,))
+
+
+def _pictures() -> tuple[nn.Module, Tensor, Tensor]:
+    return _discriminator(), torch.rand(32, 3, 32, 32), torch.ones(32)
+
+
+def _few_rows() -> tuple[nn.Module, Tensor, Tensor]:
+    return _many_modules(), torch.randn(16, 8), torch.randint(8, (16,))
+
+
 WORKLOADS = {
     "transformer": Workload("transformer 21 M, 8x128 tokens", _transformer_at(8, 128), 1, 101),
     "transformer_small": Workload("transformer 21 M, 2x32 tokens", _transformer_at(2, 32), 4, 110),
     "mlp": Workload("MLP 10 M, batch 64", _rows, 5, 120),
     "cnn": Workload("CNN 0.3 M, batch 16", _images, 20, 200),
     "gpt": Workload("character GPT 0.46 M, 4 micro-batches of 12x64", _text, 4, 110, 4),
+    "encoder": Workload("encoder of two layers, 2 micro-batches of 16x64 tokens", _sentences, 4, 110, 2),
+    "dcgan": Workload("DCGAN, batch 32", _pictures, 4, 110, kind=AdversarialTraining),
+    "modules": Workload("400 modules, 8 micro-batches", _few_rows, 4, 110, 8),
 }
 QUICK_WORKLOADS = ("mlp",)

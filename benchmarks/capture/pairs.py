@@ -44,6 +44,9 @@ _SHORT = {
     "mlp": Turns(20, 4),
     "cnn": Turns(20, 4),
     "gpt": Turns(20, 4),
+    "encoder": Turns(20, 4),
+    "dcgan": Turns(20, 4),
+    "modules": Turns(20, 4),
 }
 # The budget does not do the same at each step, so its blocks are long.
 _LONG = {
@@ -52,6 +55,9 @@ _LONG = {
     "mlp": Turns(10, 25, _DENSE),
     "cnn": Turns(10, 25, _DENSE),
     "gpt": Turns(10, 20, _DENSE),
+    "encoder": Turns(10, 20, _DENSE),
+    "dcgan": Turns(10, 20, _DENSE),
+    "modules": Turns(10, 20, _DENSE),
 }
 _QUICK = Turns(4, 2)
 _CHOSEN: dict[str, tuple[type[instruments.Watchstep], dict[str, Turns]]] = {
@@ -62,30 +68,40 @@ _CHOSEN: dict[str, tuple[type[instruments.Watchstep], dict[str, Turns]]] = {
 
 
 class Listening:
-    """What PyTorch calls of the one watch of a hook, which can be put aside.
+    """What PyTorch calls of the watches of a hook, which can be put aside.
 
     Attributes:
-        watch: the watch.
+        watches: the watches.
     """
 
     def __init__(self, hook: Hook) -> None:
-        self.watch = hook._watches[0]  # noqa: SLF001 - a program never puts it aside
-        modules = list(self.watch.model.modules())
+        self.watches = list(hook._watches)  # noqa: SLF001 - a program never puts them aside
+        modules = [module for watch in self.watches for module in watch.model.modules()]
         hooks = [module._forward_hooks for module in modules]  # noqa: SLF001 - have no public name
         hooks += [module._forward_pre_hooks for module in modules]  # noqa: SLF001
-        self._hooks = [(entries, dict(entries)) for entries in hooks]
+        roots = {id(watch.model) for watch in self.watches}
+        owners = [module for _ in range(2) for module in modules]
+        self._hooks = [
+            (entries, dict(entries), id(owner) in roots) for owner, entries in zip(owners, hooks, strict=True)
+        ]
         lists: list[list[Any]] = [kind._listeners for kind in (losses, optimizer_steps, amp, clipping)]  # noqa: SLF001
         self._listeners = [(entries, list(entries)) for entries in lists]
 
-    def set(self, *, modules: bool, losses: bool = True, steps: bool = True) -> None:
-        """Choose what is called: hooks of modules, the wrapper of ``backward()``, and hooks of optimizers."""
-        for hooks, all_hooks in self._hooks:
+    def set(self, *, modules: bool, losses: bool = True, steps: bool = True, layers: bool = True) -> None:
+        """Choose what is called: hooks of models and of the modules in them, the wrapper of ``backward()``, and hooks of optimizers."""
+        for hooks, all_hooks, is_root in self._hooks:
             hooks.clear()
-            hooks.update(all_hooks if modules else {})
+            hooks.update(all_hooks if modules and (layers or is_root) else {})
         for (listeners, all_listeners), is_on in zip(
             self._listeners, (losses, steps, steps, steps), strict=True
         ):
             listeners[:] = all_listeners if is_on else []
+
+
+def watch_all(hook: Hook, training: Training) -> None:
+    """Watch the models of a training, as a program does."""
+    for number, (model, optimizer) in enumerate(training.watched):
+        hook.watch(model, optimizer, name=f"other_{number}" if number else "")
 
 
 def _seconds(training: Training, steps: int) -> float:
@@ -119,7 +135,7 @@ def measured(workload: str, variant: type[instruments.Watchstep], turns: Turns) 
             account: float = hook.health.get("overhead", {}).get("spent_seconds", 0.0)
             return account
 
-        hook.watch(training.model, training.optimizer, name="")
+        watch_all(hook, training)
         listening = Listening(hook)
         _seconds(training, turns.warm)
         for _ in range(turns.blocks):

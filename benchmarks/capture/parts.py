@@ -17,18 +17,19 @@ import torch
 
 from benchmarks.capture import instruments
 from benchmarks.capture.models import WORKLOADS, Training
-from benchmarks.capture.pairs import Listening
+from benchmarks.capture.pairs import Listening, watch_all
 from benchmarks.report import Figure, Report, arguments
 from watchstep import Hook
 from watchstep.capture.schedule import Schedule
 
-_WORKLOADS = ("mlp", "cnn")
+_WORKLOADS = ("mlp", "cnn", "gpt", "encoder", "dcgan", "modules")
 _WARM = 130
 _PARTS = {
     "none": {"modules": False, "losses": False, "steps": False},
     "none, once more": {"modules": False, "losses": False, "steps": False},
     "all": {"modules": True, "losses": True, "steps": True},
     "all but module hooks": {"modules": False, "losses": True, "steps": True},
+    "all but hooks of layers": {"modules": True, "losses": True, "steps": True, "layers": False},
     "all but backward()": {"modules": True, "losses": False, "steps": True},
     "all but optimizer hooks": {"modules": True, "losses": True, "steps": False},
 }
@@ -57,7 +58,7 @@ def measured(workload: str, report: Report, *, rounds: int, steps: int) -> None:
     training = WORKLOADS[workload].start()
     taken: dict[str, list[float]] = {name: [] for name in _PARTS}
     with tempfile.TemporaryDirectory() as folder, Hook(folder, **instruments.Budget.options()) as hook:
-        hook.watch(training.model, training.optimizer, name="")
+        watch_all(hook, training)
         listening = Listening(hook)
         _seconds(training, _WARM)
         is_due = Schedule._is_due  # noqa: SLF001 - a program cannot turn off its measurements and keep the rest
@@ -86,10 +87,12 @@ def measured(workload: str, report: Report, *, rounds: int, steps: int) -> None:
 
 def main() -> None:
     """Run it."""
-    given = arguments(__doc__ or "").parse_args()
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", choices=_WORKLOADS, action="append", help="leave the others out")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     report = Report("Capture, part by part", quick=given.quick)
-    for workload in _WORKLOADS:
+    for workload in given.only or _WORKLOADS:
         measured(workload, report, rounds=8 if given.quick else 40, steps=3 if given.quick else 5)
     report.finish(given.json)
 

@@ -10,7 +10,16 @@ from benchmarks.capture.rounds import Series, measure
 from benchmarks.capture.variants import AGAIN, BASE, VARIANTS
 from benchmarks.report import Figure, Report
 
-_ROUNDS = {"transformer": 6, "transformer_small": 9, "mlp": 12, "cnn": 9, "gpt": 6}
+_ROUNDS = {
+    "transformer": 6,
+    "transformer_small": 9,
+    "mlp": 12,
+    "cnn": 9,
+    "gpt": 6,
+    "encoder": 6,
+    "dcgan": 6,
+    "modules": 6,
+}
 _ROUNDS_QUICK = 2
 _QUICK_VARIANTS = (
     BASE,

@@ -410,6 +410,13 @@ class Schedule:
             self._is_any_due = self.due(collections, step) is not None
         return self._is_any_due
 
+    def is_sampled(self, collection: str, step: int) -> bool:
+        """Whether a collection that is due at a step in mode train is due by the budget alone, so that one forward pass of several is enough."""
+        cadence = self._collections[collection].cadence
+        if self.budget is None or cadence is None or cadence.every is not None:
+            return False
+        return step != self._demanded and step >= self._burst_end and step not in cadence.steps
+
     def records(self, collection: str, mode: Mode) -> bool:
         """Whether statistics of a collection are recorded in a mode, at some steps."""
         chosen = self._collections.get(collection)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -237,6 +238,7 @@ class _Observed:
         output: Its output.
         input: Its input.
         channels, tokens, activity: Probes of its output and input.
+        measured: Step and pass in which it was measured last.
     """
 
     path: str
@@ -246,6 +248,7 @@ class _Observed:
     channels: ChannelProbe | None
     tokens: TokenProbe | None
     activity: UnitActivity | None
+    measured: tuple[int, int] = (-1, -1)
 
     def probes(self, given: Any, output: list[Tensor], step: int, mode: Mode) -> tuple[Probe, ...]:
         """Return probes of one pass in addition to the output's row.
@@ -276,44 +279,50 @@ class _UnmeasuredPass:
     Attributes:
         step: Step of the pass; -1 outside of such a pass.
         thread: Thread of the pass.
-        note: Notes an output.
+        time_ns: Time of the pass, in nanoseconds since the epoch.
+        note: Notes an output, see `LiveOutputs.append`.
     """
 
-    __slots__ = ("note", "recorder", "session", "step", "thread")
+    __slots__ = ("note", "recorder", "session", "step", "thread", "time_ns")
 
     def __init__(self, session: Session, live: LiveOutputs) -> None:
-        self.step, self.thread = -1, -1
-        self.recorder, self.session, self.note = session.recorder, session, live.note_undescribed
+        self.step, self.thread, self.time_ns = -1, -1, 0
+        self.recorder, self.session, self.note = session.recorder, session, live.append
 
 
-class _OutputHook(ModuleHook):
-    """The hook of one module.
+class _NotingHook(ModuleHook):
+    """The hook of a module whose output, or of a model whose input, is noted in unmeasured passes.
 
     It runs for each module of each pass, most of which are unmeasured: then it calls little else than functions of PyTorch. Everything that
     the general case decides again at each call, because a program may change it within a pass, is compared here.
     """
 
-    __slots__ = ("_describe", "_unmeasured")
+    __slots__ = ("_describe", "_of_input", "_unmeasured")
 
-    def __init__(self, call: Callable[..., None], unmeasured: _UnmeasuredPass, describe: Describe) -> None:
+    def __init__(
+        self, call: Callable[..., None], unmeasured: _UnmeasuredPass, describe: Describe, *, of_input: bool
+    ) -> None:
         super().__init__(call)
-        self._unmeasured, self._describe = unmeasured, describe
+        self._unmeasured, self._describe, self._of_input = unmeasured, describe, of_input
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Note the output of the module, or measure it."""
+        """Note the output of the module, or its only argument, or measure it."""
         if is_compiling():
             return
         unmeasured = self._unmeasured
+        noted = output
+        if self._of_input:
+            noted = args[0] if len(args) == 1 and not kwargs else None
         if (
             unmeasured.step == unmeasured.recorder.step
-            and type(output) is Tensor
+            and type(noted) is Tensor
             and module.training
             and unmeasured.session.mode == "train"
             and unmeasured.thread == get_ident()
             and graph_task_id.value() == -1
             and functorch_level.value() is None
         ):
-            unmeasured.note(self._describe, output)
+            unmeasured.note((self._describe, (weakref.ref(noted),), unmeasured.time_ns))
         else:
             super().__call__(module, args, kwargs, output)
 
@@ -356,6 +365,7 @@ class ActivationHooks:
         self._part_called = weakref.WeakMethod(part_called)  # a cycle would keep the model until a collection
         self._unseen: set[str] = set()
         self._hooked_collections: set[tuple[str, ...]] = set()
+        self._pass = 0
         self._decided_for, self._decided_in = -1, ""
         self._decided: dict[tuple[str, ...], str | None] = {}
         self._saved: dict[tuple[str, ...], str | None] = {}
@@ -396,14 +406,20 @@ class ActivationHooks:
         if not (observed.output.info.collections or observed.input.info.collections):
             return False
         self._hooked_collections |= {observed.output.info.collections, observed.input.info.collections} - {()}
-        notes_output = tensors.ACTIVATIONS in observed.output.info.collections
-        if notes_output and not observed.input.info.collections:
-            describe = self._describe(observed.output)
-            hook: ModuleHook = _OutputHook(self._hook(observed), self._unmeasured, describe)
-            handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        else:
-            hook = ModuleHook(self._hook(observed))
-            handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        noted = [
+            flow
+            for flow, collection in (
+                (observed.output, tensors.ACTIVATIONS),
+                (observed.input, tensors.INPUTS),
+            )
+            if collection in flow.info.collections
+        ]
+        hook = ModuleHook(self._hook(observed))
+        if len(noted) == 1:
+            of_input = noted[0] is observed.input
+            describe = self._describe(noted[0])
+            hook = _NotingHook(self._hook(observed), self._unmeasured, describe, of_input=of_input)
+        handles.append(module.register_forward_hook(hook, with_kwargs=True))
         if is_leaf:
             self._unseen.add(observed.path)
         return True
@@ -416,6 +432,7 @@ class ActivationHooks:
 
     def new_pass(self) -> None:
         """Begin a forward pass of the whole model, and recompute which measurements are due."""
+        self._pass += 1
         self._unmeasured.step = -1
         self._decided.clear()
         self._saved.clear()
@@ -437,6 +454,7 @@ class ActivationHooks:
         is_any_due = self._schedule.any_due(self._session.used_collections, self._recorder.step)
         if not is_any_due or all(self._due(chosen, mode) is None for chosen in self._hooked_collections):
             self._unmeasured.step, self._unmeasured.thread = self._recorder.step, get_ident()
+            self._unmeasured.time_ns = time.time_ns()
 
     def leave(self) -> None:
         """End the model's own ``forward``."""
@@ -473,7 +491,7 @@ class ActivationHooks:
             self._save(observed.input, given, mode)
         collections = observed.output.info.collections
         if collections:
-            charged = self._due(collections, mode)
+            charged = self._due_of(observed, collections, mode)
             if charged is not None:
                 self._measure(
                     observed.output, output, mode, charged, functools.partial(observed.probes, given)
@@ -484,7 +502,7 @@ class ActivationHooks:
                     self.live.note(self._group(observed.output, outputs), outputs)
         collections = observed.input.info.collections
         if collections:
-            charged = self._due(collections, mode)
+            charged = self._due_of(observed, collections, mode)
             if charged is not None:
                 self._measure(observed.input, given, mode, charged, self._sums_of)
             elif module.training and mode == "train" and tensors.INPUTS in collections:
@@ -503,7 +521,7 @@ class ActivationHooks:
 
     def _describe(self, flow: _Flow) -> Describe:
         def describe(output: Tensor) -> tuple[Group, list[Tensor]] | None:
-            outputs = _real(output)
+            outputs = _numeric(output) if flow.takes_integers else _real(output)
             return (self._group(flow, outputs), outputs) if outputs else None
 
         return describe
@@ -524,6 +542,19 @@ class ActivationHooks:
             for info, tensor in zip(self._group(flow, outputs).tensors, outputs, strict=True):
                 full_tensors.save_one(capture, collection, self._recorder.step, mode, info, tensor)
         self._schedule.report_extra(since)
+
+    def _due_of(self, observed: _Observed, collections: tuple[str, ...], mode: Mode) -> str | None:
+        """Return the collection that is due for a module. By the budget, a module is measured in the first pass of a step that calls it."""
+        charged = self._due(collections, mode)
+        if charged is None or mode != "train":
+            return charged
+        place = (self._recorder.step, self._pass)
+        if observed.measured == place:
+            return charged
+        if observed.measured[0] == place[0] and self._schedule.is_sampled(charged, place[0]):
+            return None
+        observed.measured = place
+        return charged
 
     def _due(self, collections: tuple[str, ...], mode: Mode) -> str | None:
         """Query the schedule, once per pass for each set of collections."""

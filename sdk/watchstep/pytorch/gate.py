@@ -73,15 +73,16 @@ class GradientGate:
         """Return whether a check on a device is pending. `has_nonfinite` with no gradients reads its result."""
         return self._gradients.pending
 
-    def loss_is_bad(self, loss: Tensor, name: str = "loss") -> bool:
+    def loss_is_bad(self, loss: Tensor, number: complex | None, name: str = "loss") -> bool:
         """Return whether a loss is NaN or infinite: this one in host memory, an earlier one on a CUDA device.
 
         Args:
             loss: A tensor with one element.
+            number: Its value; None if it is on a device.
             name: Name of the loss for `late_losses`.
         """
-        if loss.device.type == "cpu":
-            return not cmath.isfinite(loss.item())  # `torch.isfinite` costs some 10 µs more
+        if number is not None:
+            return not cmath.isfinite(number)
         return not all(math.isfinite(value) for _, value in self._losses.add(name, loss))
 
     def late_losses(self) -> list[tuple[str, float]]:
@@ -208,10 +209,15 @@ Describe = Callable[[Tensor], tuple[Group, list[Tensor]] | None]
 
 
 class LiveOutputs:
-    """Outputs of one forward pass, for as long as other references keep them in memory."""
+    """Outputs of one forward pass, for as long as other references keep them in memory.
+
+    Attributes:
+        append: Adds a function that describes an output if it is measured, a weak reference to the output, and the time of the pass.
+    """
 
     def __init__(self) -> None:
         self._outputs: list[tuple[Group | Describe, tuple[weakref.ref[Tensor], ...], int]] = []
+        self.append = self._outputs.append
 
     def forget(self) -> None:
         """Remove all outputs at the start of a step."""
@@ -221,10 +227,6 @@ class LiveOutputs:
         """Add weak references to outputs, and the time of their computation."""
         references = tuple(weakref.ref(output) for output in outputs)
         self._outputs.append((group, references, time.time_ns()))
-
-    def note_undescribed(self, describe: Describe, output: Tensor) -> None:
-        """Add a weak reference to one output, which is described only if it is measured. Called for each module of each pass."""
-        self._outputs.append((describe, (weakref.ref(output),), time.time_ns()))
 
     def alive(self) -> list[tuple[Group, list[Tensor], int]]:
         """Return the outputs that still exist, in the order of the forward pass, with their times in nanoseconds since the epoch."""

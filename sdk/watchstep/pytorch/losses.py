@@ -49,11 +49,11 @@ def divisor_of(loss: Tensor) -> float:
     compute, are not called.
     """
     node: Any = loss.grad_fn
-    name = node.name() if node is not None else ""
+    name = type(node).__name__
     if name not in {_DIVIDES, _MULTIPLIES}:
         return 1.0
     previous = node.next_functions[0][0] if node.next_functions else None
-    if previous is not None and previous.name() == _SUMS:
+    if type(previous).__name__ == _SUMS:
         return 1.0
     saved = internals.saved_other(node)
     if saved is None or getattr(saved, "unpack_hook", None) is not None:
@@ -238,12 +238,14 @@ class BackwardLoss:
     Attributes:
         place: File and line of the program that called ``backward()``.
         value: The value before scaling, detached from the graph.
+        number: The value; None if it is on a device, which is not waited for.
         function: Name of the function that computed it, as returned by `loss_function`.
         divisor: Number by which the program divided it last; 1 if it did not.
     """
 
     place: Place
     value: Tensor
+    number: complex | None
     function: str = ""
     divisor: float = 1.0
 
@@ -343,10 +345,11 @@ def _package_of(frame: FrameType) -> str:
 def _notify(loss: Tensor, frame: FrameType) -> None:
     value = getattr(loss, _UNSCALED, None)
     if value is None:
-        observed = BackwardLoss(_place_of(frame), loss.detach(), loss_function(loss), divisor_of(loss))
+        value, function, divisor = loss.detach(), loss_function(loss), divisor_of(loss)
     else:
         function, divisor = getattr(loss, _FUNCTION, ""), getattr(loss, _DIVISOR, 1.0)
-        observed = BackwardLoss(_place_of(frame), value, function, divisor)
+    number = value.item() if value.device.type == "cpu" else None
+    observed = BackwardLoss(_place_of(frame), value, number, function, divisor)
     for reference in tuple(_listeners):  # it may change meanwhile
         if (listener := reference()) is not None:
             listener.found(observed)

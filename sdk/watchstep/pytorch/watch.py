@@ -81,7 +81,9 @@ _P = ParamSpec("_P")
 _Observer: TypeAlias = "Callable[Concatenate[Watch, _P], None]"
 
 
-def observes(where: str, *, in_graphs: bool = False) -> Callable[[_Observer[_P]], _Observer[_P]]:
+def observes(
+    where: str, *, in_graphs: bool = False, is_timed: bool = False
+) -> Callable[[_Observer[_P]], _Observer[_P]]:
     """Decorate a method of `Watch` that hooks call, so that its faults are counted in health and never reach training.
 
     `StopTraining`, a `SystemExit`, is not caught. While a CUDA graph is captured nothing is computed, so the method is not called.
@@ -89,7 +91,10 @@ def observes(where: str, *, in_graphs: bool = False) -> Callable[[_Observer[_P]]
     Args:
         where: Kind of fault in the health report.
         in_graphs: Whether to call the method also while a graph is captured.
+        is_timed: Whether the caller adds its time to the recorder's own work.
     """
+    if is_timed:
+        return functools.partial(_contains, where)
 
     def decorate(method: _Observer[_P]) -> _Observer[_P]:
         @functools.wraps(method)
@@ -106,6 +111,19 @@ def observes(where: str, *, in_graphs: bool = False) -> Callable[[_Observer[_P]]
         return call
 
     return decorate
+
+
+def _contains(where: str, method: _Observer[_P]) -> _Observer[_P]:
+    """Count the faults of a method, which is called also while a graph is captured."""
+
+    @functools.wraps(method)
+    def call(watch: Watch, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            method(watch, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+            watch._health.fault(where, error)  # noqa: SLF001 - this decorates methods of the class
+
+    return call
 
 
 class Watch:
@@ -200,13 +218,15 @@ class Watch:
             self._handles.append(
                 self.model.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True)
             )
-            self._handles.append(
-                self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True)
-            )
         self._handles.append(self.model.register_load_state_dict_post_hook(ModuleHook(self._weights_loaded)))
         self._activations = ActivationHooks(
             self._session, names, kernel, self._passes, self._handles, self._part_called
         )
+        if internals.sees_passes():
+            # After the hooks of its own output and input, which belong to the pass.
+            self._handles.append(
+                self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True)
+            )
         optimizer_steps.listen(self)
         losses.listen(self)
         amp.listen(self)
@@ -250,7 +270,7 @@ class Watch:
         name = self.loss_names.of(loss.place)
         if self.bundler is not None:
             self.bundler.inputs.backward(loss.value)
-        is_bad = self._config.gate and self._gate.loss_is_bad(loss.value, name or "")
+        is_bad = self._config.gate and self._gate.loss_is_bad(loss.value, loss.number, name or "")
         if is_bad:
             self._measure_bad_pass(is_late=loss.value.device.type != "cpu")
             self._suspect()
@@ -302,6 +322,9 @@ class Watch:
             save_tensor(self._recorder, name, value, "train", derived=True, replaces=is_sum)
             return
         self._recorder.note_function(name, "train", loss.function if divisor == 1 else "")
+        if value is loss.value and isinstance(loss.number, float):
+            self._recorder.scalar(name, loss.number, derived=True)
+            return
         record_tensor(self._recorder, name, value, "train", derived=True, replaces=is_sum)
 
     @observes("measuring")
@@ -415,7 +438,7 @@ class Watch:
         if self.counts_steps:
             self._recorder.begin()
 
-    @observes("begin", in_graphs=True)
+    @observes("begin", in_graphs=True, is_timed=True)
     def _before_forward(
         self, _module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:

@@ -40,6 +40,7 @@ class GridRequest:
         last: last step.
         reductions: which of mean, min and max to compute.
         nonfinite: whether to count elements that are not finite, which takes three more columns of the store.
+        worker: only rows of this worker, also of its shard of a tensor alone; None for all workers, whose shards are merged.
     """
 
     tensors: tuple[str, ...]
@@ -50,6 +51,7 @@ class GridRequest:
     last: int = 2**62
     reductions: tuple[Reduce, ...] = REDUCTIONS
     nonfinite: bool = False
+    worker: int | None = None
 
 
 @dataclass(frozen=True)
@@ -90,18 +92,15 @@ def read_grid(index: RunIndex, request: GridRequest) -> Grid:
     return index.consistently(lambda: _read(index, request))
 
 
-def read_heatmap(
-    index: RunIndex, names: list[str], figure: str, bins: int, mode_and_reduce: tuple[Mode | None, Reduce]
-) -> Heatmap:
-    """See `Run.heatmap`; ``mode_and_reduce`` is the mode and how the values of a bin are combined."""
-    if bins < 1:
-        raise ConfigError(f"invalid number of bins {bins}", "use 1 or more")
-    mode, reduce = mode_and_reduce
+def read_heatmap(index: RunIndex, names: list[str], request: GridRequest) -> Heatmap:
+    """See `Run.heatmap`; the request has each of the names once, and one reduction."""
+    if request.columns < 1:
+        raise ConfigError(f"invalid number of bins {request.columns}", "use 1 or more")
+    (reduce,) = request.reductions
     if reduce not in REDUCTIONS:
         raise ConfigError(f"unknown reduce {reduce!r}", f"use {', '.join(REDUCTIONS)}")
-    unique = tuple(dict.fromkeys(names))
-    grid = read_grid(index, GridRequest(unique, figure, bins, mode, reductions=(reduce,)))
-    rows = {name: row for row, name in enumerate(unique)}
+    grid = read_grid(index, request)
+    rows = {name: row for row, name in enumerate(request.tensors)}
     values: Floats = getattr(grid, reduce)
     return Heatmap(names, grid.edges, values[[rows[name] for name in names]])
 
@@ -115,7 +114,7 @@ def _read(index: RunIndex, request: GridRequest) -> Grid:
     needs = tuple(dict.fromkeys(name for figure in figures for name in needs_of(figure, probes)))
     selection = Selection(needs, frozenset(request.tensors), int(edges[0]), int(edges[-1]) - 1)
     for columns in index.scan(selection):
-        if (columns["shard_count"] > 1).any():
+        if request.worker is None and (columns["shard_count"] > 1).any():
             cells = _Cells(index, request, edges)
             cells.add(columns_of(index, figures, selection, merge=True))
             break
@@ -148,6 +147,9 @@ class _Cells:
     def add(self, columns: Columns) -> None:
         """Add rows."""
         request = self._request
+        if request.worker is not None:
+            of_worker = columns["worker"] == request.worker
+            columns = {name: values[of_worker] for name, values in columns.items()}
         cell = self._column_of(columns["step"]) + self._start[columns["tensor"]]
         of_mode: NDArray[np.bool_] | None = None
         if request.mode is not None and not (columns["mode"] == mode_index(request.mode)).all():

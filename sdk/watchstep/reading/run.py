@@ -534,6 +534,7 @@ class Run:
         bins: int = 100,
         mode: Mode | None = "train",
         reduce: Reduce = "mean",
+        worker: int | None = None,
     ) -> Heatmap:
         """One figure of many tensors over the steps: a matrix of tensors and bins, independent of the number of steps.
 
@@ -543,6 +544,7 @@ class Run:
             bins: maximum number of bins. There are fewer if the tensors are measured less often.
             mode: only rows of this mode.
             reduce: how the finite values of a bin (its steps, and workers with whole tensors) are combined.
+            worker: only rows of this worker, also of its shard of a tensor alone. Default: all workers, whose shards are merged.
 
         Raises:
             ConfigError: the figure or collection does not exist, or the mode is unknown.
@@ -558,7 +560,9 @@ class Run:
                 "see Run.collections for the names, or GET …/tensors of the service",
             )
         self.check_tensors(names)
-        return read_heatmap(self._index, names, figure, bins, (mode, reduce))
+        unique = tuple(dict.fromkeys(names))
+        request = GridRequest(unique, figure, bins, mode, reductions=(reduce,), worker=worker)
+        return read_heatmap(self._index, names, request)
 
     def grid(self, request: GridRequest) -> Grid:
         """One figure of many tensors over a range of steps, in columns with mean, extremes and the number of elements that are not finite.

@@ -256,8 +256,8 @@ def test_the_gate_checks_tensors_on_the_host() -> None:
     strided[1, 1] = math.inf
     assert gate.has_nonfinite([torch.ones(3), strided])
     assert gate.has_nonfinite([torch.tensor([complex(0, math.nan)])])
-    assert not gate.loss_is_bad(torch.tensor(1.0))
-    assert gate.loss_is_bad(torch.tensor(math.inf))
+    assert not gate.loss_is_bad(torch.tensor(1.0), 1.0)
+    assert gate.loss_is_bad(torch.tensor(math.inf), math.inf)
 
 
 ELEMENTS = st.lists(

@@ -23,7 +23,7 @@ from tests.sdk.training import (
     watching,
     with_sgd,
 )
-from watchstep import Hook
+from watchstep import Cadence, CaptureConfig, Collection, Hook
 
 BATCH = 32 * 16  # elements of the first layer's output in one pass
 X = torch.ones(4, 8)
@@ -150,3 +150,55 @@ def test_after_a_pass_that_raises_others_are_distinguished_as_before(tmp_path: P
 
     training.run(2, fail)
     assert counts(hook) == [BATCH] * 2
+
+
+def by_budget(**options: Any) -> CaptureConfig:
+    """Collections of activations and inputs that the budget measures at each step, whatever it costs."""
+    chosen = {
+        name: Collection(cadence=Cadence(**{"every": None, **options})) for name in ("activations", "inputs")
+    }
+    return CaptureConfig(collections=chosen, overhead_budget=0.5, allowance_seconds=10.0)
+
+
+def accumulate(hook: Hook, model: Any, optimizer: Any, bad: Callable[[int, int], bool]) -> None:
+    """Three micro-batches in each of four steps; the last one calls a module that the others do not."""
+    for step in range(4):
+        for number in range(3):
+            x = torch.ones(32, 8)
+            if bad(step, number):
+                x[0, 0] = torch.nan
+            hidden = model.first(x)
+            (model.second(hidden) if number == 2 else hidden).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hook.close()
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "passes"),
+    [(by_budget(), 1), (by_budget(every=1), 3), (by_budget(steps=(0, 1, 2, 3)), 3)],
+    ids=["budget", "cadence", "steps"],
+)
+def test_the_budget_measures_a_module_in_the_first_pass_of_a_step_that_calls_it(
+    tmp_path: Path, config: CaptureConfig, passes: int
+) -> None:
+    model, optimizer = with_sgd(Branching())
+    hook = watching(tmp_path, model, optimizer, config=config)
+    accumulate(hook, model, optimizer, lambda *_: False)
+    assert counts(hook, "first:output") == [passes * 32 * 4] * 4
+    assert counts(hook, "second:output") == [32 * 2] * 4
+
+
+def test_all_passes_that_follow_a_bad_one_are_measured(tmp_path: Path) -> None:
+    model, optimizer = with_sgd(Branching())
+    hook = watching(tmp_path, model, optimizer, config=by_budget())
+    accumulate(hook, model, optimizer, lambda step, number: (step, number) == (1, 1))
+    first = recorded(hook).tensor("first:output").statistics().to_pylist()
+    assert [row["nan"] > 0 for row in first[:2]] == [False, True]
+    assert first[1]["count"] == 3 * 32 * 4

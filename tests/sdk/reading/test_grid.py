@@ -35,6 +35,7 @@ def direct(run: Run, request: GridRequest, edges: list[int]) -> dict[tuple[int, 
     for place in range(len(rows)):
         name, step = rows.info(place).name, int(rows.step[place])
         is_chosen = name in request.tensors and rows.mode_name(place) == request.mode
+        is_chosen &= request.worker in {None, int(rows.worker[place])}
         if is_chosen and edges[0] <= step < edges[-1]:
             column = next(column for column in range(len(edges) - 1) if step < edges[column + 1])
             cells.setdefault((request.tensors.index(name), column), []).append(float(values[place]))
@@ -208,3 +209,14 @@ def test_points_cover_all_rows_once(values: list[float], points: int, distance: 
             np.testing.assert_allclose(binned.mean[position], finite.mean(), rtol=1e-9, atol=1e-6)
         else:
             assert np.isnan([binned.min[position], binned.max[position], binned.mean[position]]).all()
+
+
+def test_a_worker_is_shown_alone_also_its_shards(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    write(store, [block_of(sharded_rows(range(6), 3))])
+    run = open_run(tmp_path / "default" / "r")
+    for worker in range(3):
+        grid = check(run, GridRequest((FIRST.name,), "abs_max", 6, worker=worker))
+        assert grid.count.tolist() == [[1] * 6]
+        shown = run.heatmap([FIRST.name], "abs_max", 6, worker=worker)
+        assert shown.values.tolist() == grid.mean.tolist()

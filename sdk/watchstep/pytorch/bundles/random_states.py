@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,8 +89,7 @@ def _numpy_word(state: dict[str, Any] | None) -> Any:
     return (state["bit_generator"], bytes(key["key"]), key["pos"], state["has_gauss"], state["gauss"])
 
 
-@dataclass(frozen=True)
-class RandomStates:
+class RandomStates(NamedTuple):
     """States before one forward pass.
 
     Attributes:
@@ -125,7 +124,7 @@ class RandomStateCopies:
             host = self._host = copied
             share = _IDLE_SHARE if self._equal_copies >= _IDLE_COPIES else _HOST_SHARE
             self._next_copy = now + (time.perf_counter() - now) / share
-        return RandomStates(torch.get_rng_state(), _device_states(), host, fresh)
+        return RandomStates(torch.default_generator.get_state(), _device_states(), host, fresh)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections import UserDict
 from collections.abc import Iterator, Mapping
@@ -110,6 +111,27 @@ class Contents:
         return None
 
 
+def _plain(values: tuple[Any, ...]) -> Contents | None:
+    """Return the contents of values without containers but tuples and lists of ordinary tensors in memory that is not shared; None for others.
+
+    These are the arguments of most models, and are looked at in each pass.
+    """
+    contents = Contents()
+    for value in values:
+        if type(value) in _EMPTY and not value:
+            continue
+        if type(value) is not tuple and type(value) is not list:
+            return None
+        for tensor in value:
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+                return None
+            if tensor.is_cpu and tensor.untyped_storage().is_shared():
+                return None
+            contents.bytes += tensor.nbytes
+            contents.tensors.append(tensor)
+    return contents
+
+
 def _entries_of(value: Any) -> Iterator[Any] | None:
     """Return the entries of a container without a call of the program's own methods; None for another value."""
     if isinstance(value, dict):
@@ -155,7 +177,8 @@ class TensorVersions:
 
     def note(self, *values: Any) -> None:
         """Note the versions of the tensors in values."""
-        contents = Contents.of(*values)
+        if not (contents := _plain(values)):
+            contents = Contents.of(*values)
         self.bytes += contents.bytes
         self.is_complete &= contents.is_complete
         self.shared |= contents.shared
@@ -359,6 +382,7 @@ class StepInputs:
         # Those of inference tensors do not change, and have no versions.
         self._parameters = [parameter for parameter in model.parameters() if not parameter.is_inference()]
         self._parameter_versions: list[int] = []
+        self._bytes: float = 0  # of earlier micro-batches; infinite if they are not all counted
         self.micro_batches: list[MicroBatch] = []
         self.buffers = BufferCopies(model, config.buffer_bytes)
         self.step = -1
@@ -369,6 +393,7 @@ class StepInputs:
         if step != self.step:
             self.step = step
             self.micro_batches = []
+            self._bytes = 0
             self._parameter_versions = [internals.version(parameter) for parameter in self._parameters]
             self.buffers.update()
         elif len(self.micro_batches) >= _MAX_MICRO_BATCHES:
@@ -404,9 +429,9 @@ class StepInputs:
             batch.argument_versions.note(arguments, batch.keywords)
 
     def backward(self, loss: Tensor) -> None:
-        """Handle a loss at ``backward()``."""
+        """Handle a loss at ``backward()``, detached from its graph."""
         if self.micro_batches and loss.numel() == 1 and len(self.micro_batches[-1].losses) < _MAX_LOSSES:
-            self.micro_batches[-1].losses.append(loss.detach())
+            self.micro_batches[-1].losses.append(loss)
 
     def give_batch(self, batch: Any) -> None:
         """Set the batch of the next pass, by the program. From now on those of data loaders are ignored."""
@@ -441,6 +466,12 @@ class StepInputs:
 
     def _drop_old(self) -> None:
         """Drop references of the oldest micro-batches beyond the limits. Those of the current pass are alive anyway."""
+        if len(self.micro_batches) < 2:
+            return
+        last = self.micro_batches[-2]
+        self._bytes += last.bytes if last.is_complete and not last.shared else math.inf
+        if self._bytes <= self._config.reference_bytes:
+            return
         size = shared = 0
         for batch in reversed(self.micro_batches[:-1]):
             if batch.is_dropped:
@@ -480,12 +511,12 @@ def _free_shared_bytes() -> int:
 
 
 def _autocast() -> dict[str, tuple[bool, torch.dtype]]:
-    return {
-        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in _device_types()
-    }
+    cpu = {"cpu": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))}
+    if not _has_cuda():
+        return cpu
+    return {**cpu, "cuda": (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))}
 
 
 @functools.cache
-def _device_types() -> tuple[str, ...]:
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()

@@ -111,6 +111,10 @@ def get_heatmap(
     ] = None,
     first: FirstStep = 0,
     last: LastStep = _LAST,
+    worker: Annotated[
+        int | None,
+        Query(ge=0, lt=2**31, description="Only rows of this worker, also of its shard of a tensor alone."),
+    ] = None,
     points: ColumnCount = 200,
     rows: RowCount = 500,
     format_: FormatParameter = None,
@@ -130,7 +134,7 @@ def get_heatmap(
         run,
         HeatmapOutput,
         form,
-        ("heatmap", figure, collection, tensor, mode, reductions, first, last, points, rows),
+        ("heatmap", figure, collection, tensor, mode, reductions, first, last, worker, points, rows),
         condition,
     )
 
@@ -138,7 +142,9 @@ def get_heatmap(
         infos, left_out = _selected(opened, collection, tensor, rows)
         names = tuple(info.name for info in infos)
         computed = tuple(reductions) if form in ("json", "safetensors") else REDUCTIONS
-        grid = opened.grid(GridRequest(names, figure, points, mode, first, last, computed, nonfinite=True))
+        grid = opened.grid(
+            GridRequest(names, figure, points, mode, first, last, computed, nonfinite=True, worker=worker)
+        )
         if opened.index.budget is not None and form != "safetensors":
             matrices = len(reductions) if form == "json" else 1
             opened.index.budget.keep(_ENCODED_BYTES * matrices * grid.mean.size)

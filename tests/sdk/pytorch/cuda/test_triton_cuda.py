@@ -92,14 +92,14 @@ def test_the_gate_reports_late() -> None:
     gate = GradientGate()
     bad = torch.tensor([math.nan], device="cuda")
     gate.has_nonfinite([bad])
-    gate.loss_is_bad(bad)
+    gate.loss_is_bad(bad, None)
     torch.cuda.synchronize()
     good = torch.ones(1, device="cuda")
     assert gate.has_nonfinite([good])
-    assert gate.loss_is_bad(good)
+    assert gate.loss_is_bad(good, None)
     torch.cuda.synchronize()
     assert not gate.has_nonfinite([good])
-    assert not gate.loss_is_bad(good)
+    assert not gate.loss_is_bad(good, None)
 
 
 def test_measuring_during_capture_is_refused_and_spoils_nothing() -> None:

@@ -129,10 +129,12 @@ describe("what the pictures show", () => {
       from: 5,
       to: null,
       points: 300,
+      worker: null,
     };
-    expect(pathOfHeatmap("p/q", "r", choice)).toBe(
-      "/v1/projects/p%2Fq/runs/r/heatmap?collection=a+b&figure=l2&mode=train&reduce=max&points=300&rows=1000&first=5",
-    );
+    const path =
+      "/v1/projects/p%2Fq/runs/r/heatmap?collection=a+b&figure=l2&mode=train&reduce=max&points=300&rows=1000&first=5";
+    expect(pathOfHeatmap("p/q", "r", choice)).toBe(path);
+    expect(pathOfHeatmap("p/q", "r", { ...choice, worker: 0 })).toBe(`${path}&worker=0`);
   });
 
   it("lists settings by name, without empty ones", () => {

@@ -48,6 +48,8 @@ export interface HeatmapChoice {
   from: number | null;
   to: number | null;
   points: number;
+  /** The only rank; null for all. */
+  worker: number | null;
 }
 
 /** Return the address of a heatmap, without its format. */
@@ -62,6 +64,7 @@ export function pathOfHeatmap(project: string, run: string, choice: HeatmapChoic
   });
   if (choice.from !== null) query.set("first", String(choice.from));
   if (choice.to !== null) query.set("last", String(choice.to));
+  if (choice.worker !== null) query.set("worker", String(choice.worker));
   return `/v1/projects/${encodeURIComponent(project)}/runs/${encodeURIComponent(run)}/heatmap?${query}`;
 }
 
