@@ -74,7 +74,7 @@ def suites() -> dict[str, Suite]:
     """Each suite by its name."""
     return {
         "test": Suite(("-m", "not ci and not release", *_commit_arguments()), budget=1200.0, examples=12),
-        "test-ci": Suite(("-m", "ci", *marked_files("ci")), budget=4000.0, examples=25),
+        "test-ci": Suite(("-m", "ci and not release", *marked_files("ci")), budget=4000.0, examples=25),
         "test-faults": Suite((FAULTS,), workers=0, budget=900.0),
         "test-stores": Suite((STORES,), workers=0, budget=900.0),
         "test-web": Suite((WEB,), workers=0, budget=900.0),

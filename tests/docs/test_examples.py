@@ -188,7 +188,7 @@ def test_an_example_runs_and_is_healthy(example: Example, tmp_path: Path) -> Non
     assert "rules that fired, with their first step: none" in output
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.file)
 def test_the_fault_of_an_example_fires_its_rule(fault: Fault, tmp_path: Path) -> None:
     pytest.importorskip(fault.package)

@@ -138,6 +138,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, text.replace(f"{folder}/", "")
 
 
+@pytest.mark.release
 def test_the_page_shows_what_is_printed(printed: tuple[Path, str]) -> None:
     page = REPLAY_TUTORIAL_PAGE.read_text(encoding="utf-8")
     shown = list(re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE))

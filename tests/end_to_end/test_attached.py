@@ -289,6 +289,7 @@ def train_until_taken(hook: Hook) -> Snapshot:
     raise AssertionError(f"nothing was asked for in {step} steps: {hook.health}")
 
 
+@pytest.mark.release
 def test_collections_of_a_file_are_saved_on_s3_by_two_ranks_and_merged(s3: S3, tmp_path: Path) -> None:
     s3.make_bucket("runs")
     program, capture, out = tmp_path / "train.py", tmp_path / "capture.yaml", tmp_path / "out"

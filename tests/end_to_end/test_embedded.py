@@ -149,6 +149,7 @@ def test_ranks_that_hand_over_to_one_are_judged_and_stopped_together(launch: Lau
     assert "node" in {end.writer.partition("-")[0] for end in (first, second)}
 
 
+@pytest.mark.release
 def test_ranks_in_collectives_that_become_faster_stop_after_the_same_step(launch: Launch) -> None:
     launched = launch(FASTER_RANKS)
     launched.wait_for("stopped")

@@ -88,6 +88,7 @@ def roles_of(run: Run) -> dict[str, set[str]]:
     return roles
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("framework", INSTALLED)
 def test_a_framework_records_the_collections_of_the_table(trained: Trained, framework: str) -> None:
     support = support_of(framework)

@@ -156,7 +156,7 @@ def test_the_kernel_runs_in_a_new_environment(tmp_path: Path) -> None:
     assert (version, float(largest)) == (watchstep.__version__, 999.0)
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.parametrize(
     "program", [RECORDS, RECORDS_ONLY, SERVES], ids=["records", "records-only", "serves"]
 )

@@ -159,7 +159,7 @@ def check_launched_once_more(job: Job, first: str, intent: Intent) -> None:
     assert launched_again(job.record, job.backend) is None
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("where", "point"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from benchmarks.dashboard_run import PROJECT as LARGE_PROJECT
 from benchmarks.dashboard_run import RUN as LARGE_RUN
@@ -82,6 +82,24 @@ def test_a_service_that_is_gone_is_shown_and_waited_for(visit: Visit, site: Site
         expect(page.get_by_role("main")).to_contain_text("The service does not answer")
         page.unroute("**/v1/**")
         expect(page.get_by_role("heading", level=1)).to_contain_text(site.healthy)
+
+
+def test_a_busy_service_is_asked_again(visit: Visit, site: Site) -> None:
+    refused = []
+
+    def refuse_once(route: Route) -> None:
+        if refused:
+            route.continue_()
+        else:
+            refused.append(route.request.url)
+            route.fulfill(status=429, json={"detail": "busy"})
+
+    with visit.open("/") as page:
+        settled(page)
+        page.route("**/overview*", refuse_once)
+        page.goto(site.url + site.run_path(site.healthy))
+        expect(page.get_by_role("heading", name="Layers")).to_be_visible()
+    assert len(refused) == 1
 
 
 def test_login_form(visit: Visit, site: Site, dark: bool) -> None:

@@ -270,6 +270,7 @@ def transformer_step(parameters: Any, tokens: Any, targets: Any) -> Any:
     return loss, jax.tree.map(lambda value, gradient: value - 0.1 * gradient, parameters, gradients)
 
 
+@pytest.mark.release
 def test_a_scanned_transformer() -> None:
     parameters, tokens, targets = transformer_arguments()
     evaluation = evaluate_step(transformer_step, parameters, tokens, targets)

@@ -11,6 +11,8 @@ from tests.missing_names import COMPLETE, WITHOUT_MODULE, WITHOUT_WATCHSTEP, res
 pytest.importorskip("jax")
 from watchstep.jax.internals import jax_names
 
+pytestmark = pytest.mark.release  # each version of a framework is tested by `make matrix`, too
+
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:

@@ -51,6 +51,7 @@ def run(program: str, processes: int, folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
 
 
+@pytest.mark.release
 def test_four_devices_get_no_added_communication(tmp_path: Path) -> None:
     """Updates that the step measures itself exchange one number, whether NaN or infinity was found."""
     (report,) = run("sharded_training.py", 1, tmp_path)
@@ -72,6 +73,7 @@ def test_four_devices_get_no_added_communication(tmp_path: Path) -> None:
         assert steps == list(range(len(plain["losses"])))
 
 
+@pytest.mark.release
 def test_rows_of_two_processes_merge_to_those_of_the_whole(tmp_path: Path) -> None:
     reports = run("sharded_training.py", 2, tmp_path)
     for figures in ("host", "device"):

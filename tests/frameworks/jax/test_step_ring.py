@@ -286,6 +286,7 @@ def test_updates_inside_of_a_differentiated_function_are_noted() -> None:
     assert set(notes) == {"an update inside of a differentiated function is not observed"}
 
 
+@pytest.mark.release
 def test_a_program_over_several_devices_runs(tmp_path: Path) -> None:
     """Neither a ring with a sharding nor one without breaks it."""
     program = Path(__file__).parent / "sharded_ring_program.py"

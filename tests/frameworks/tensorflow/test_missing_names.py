@@ -17,6 +17,8 @@ from watchstep.tensorflow.internals import tensorflow_names
 
 NAMES = {"Keras": keras_names, "TensorFlow": tensorflow_names}
 
+pytestmark = pytest.mark.release  # each version of a framework is tested by `make matrix`, too
+
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:

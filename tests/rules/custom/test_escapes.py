@@ -210,7 +210,7 @@ def test_no_thread_is_started() -> None:
 SEND = "from watchstep_rules.custom.sandbox.protocol import _HEAD as HEAD, pack\nfrom watchstep_rules.custom.sandbox.protocol import FoundRow, pack_findings\nfor number in range(3, 12):\n    try: os.write(number, {})\n    except OSError: pass\n"
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("data", "message"),
     [

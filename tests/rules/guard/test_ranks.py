@@ -92,6 +92,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [found for _, found in sorted(verdicts)]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("case", ["open", "closed", "fault", "all-closed", "alone"])
 def test_a_training_is_the_same_whatever_becomes_of_one_recording(
     ranks: list[dict[str, Any]], case: str

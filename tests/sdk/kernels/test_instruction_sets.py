@@ -95,7 +95,7 @@ SORTS: list[Sort] = [
 sizes = st.one_of(st.integers(0, 200), st.integers(2000, 2100), st.integers(4000, 9000))
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @given(sort=st.sampled_from(SORTS), size=sizes, bad=st.integers(0, 40), seed=st.integers(0, 2**32 - 1))
 def test_counts_are_those_of_numpy(kernel: NativeKernel, sort: Sort, size: int, bad: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -162,7 +162,7 @@ def test_checksums_are_those_of_numpy(kernel: NativeKernel, size: int, width: in
 ELEMENTS = 2**31 + 12_345
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere reading pages that were never written may take memory"
 )

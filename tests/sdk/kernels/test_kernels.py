@@ -102,7 +102,7 @@ def test_what_holds_nothing_finite_has_no_norm(measure: Measure, bad: float) -> 
     assert_agrees(measure(torch.full((70, 70), bad)), exact_row([bad] * 4900))
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @each
 def test_chunks_merge(measure: Measure) -> None:
     tensor = torch.randn(200_001, generator=torch.Generator().manual_seed(0)) * 3 + 10

@@ -114,6 +114,7 @@ def distinct(run: Run, name: str) -> dict[int, int]:
     return {step: len(set(values)) for step, values in checksums(run, name).items()}
 
 
+@pytest.mark.release
 def test_of_equal_replicas_one_records_and_both_send_checksums(tmp_path: Path, alone: Run) -> None:
     run = trained(tmp_path, "ddp")
     for name in NAMES:
@@ -124,6 +125,7 @@ def test_of_equal_replicas_one_records_and_both_send_checksums(tmp_path: Path, a
     assert distinct(run, "0.bias:checksum") == {0: 1, 100: 1}
 
 
+@pytest.mark.release
 def test_checksums_tell_replicas_apart_that_went_their_own_way(tmp_path: Path) -> None:
     run = trained(tmp_path, "ddp-diverging")
     assert distinct(run, "0.bias:checksum") == {0: 1, 100: 2}
@@ -177,6 +179,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.release
 def test_shards_of_two_mesh_dimensions_merge(tmp_path: Path) -> None:
     run_program(tmp_path, TENSOR_PARALLEL, tmp_path, ranks=4, WATCHSTEP_RUN="r", WATCHSTEP_ATTEMPT="a")
     run = open_run(tmp_path / "runs" / "default" / "r")
@@ -267,6 +270,7 @@ def assert_bits(found: Any, tensor: torch.Tensor, name: str) -> None:
     assert found.tobytes() == tensor.contiguous().numpy().tobytes(), name
 
 
+@pytest.mark.release
 def test_of_replicas_one_saves_parameters_and_each_saves_its_activations(tmp_path: Path) -> None:
     run, expected = saved_by_ranks(tmp_path, "ddp")
     for step in (0, 2):
@@ -286,6 +290,7 @@ def test_of_replicas_one_saves_parameters_and_each_saves_its_activations(tmp_pat
     }
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["fsdp", "fsdp_scaled"])
 def test_each_rank_saves_its_shard_with_its_place(tmp_path: Path, kind: str) -> None:
     run, expected = saved_by_ranks(tmp_path, kind)

@@ -119,7 +119,7 @@ def test_a_seed_of_the_audit_the_report_as_text_and_what_is_left(
         main(["--keep", str(folder), "--", sys.executable, str(program)])
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_an_order_of_the_data_without_a_seed(audit: Any) -> None:
     order = "order = list(range(64))\nrandom.shuffle(order)\n"
     result = audit(PROLOGUE + SEEDED + MODEL + order + TRAINING)
@@ -190,7 +190,7 @@ class Noisy(nn.Module):
     assert "generator python was not seeded" in result.risks
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_difference_in_the_backward_pass_only(audit: Any) -> None:
     function = """
 class Noisy(torch.autograd.Function):

@@ -299,7 +299,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory.mktemp("life") / "template.sqlite")
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_alerts_live_as_the_model_says(template: Path) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 

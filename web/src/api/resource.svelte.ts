@@ -1,8 +1,9 @@
 import { untrack } from "svelte";
 import { RequestError } from "./client";
 
-/** Time after which a request that got no answer is made again. */
+/** Time after which a request that got no answer, or that the service was too busy for, is made again. */
 export const RETRY_MS = 3_000;
+const RETRIED = [0, 429, 503];
 
 let pending = 0;
 
@@ -34,8 +35,8 @@ export class Resource<T> {
       return () => controller.abort();
     });
     $effect(() => {
-      // A service that restarts is back by itself; other errors stay until something changes.
-      if (this.loading || this.error?.status !== 0) return;
+      // A service that restarts or is busy answers by itself later; other errors stay until something changes.
+      if (this.loading || this.error === null || !RETRIED.includes(this.error.status)) return;
       const timer = setTimeout(() => this.reload(), RETRY_MS);
       return () => clearTimeout(timer);
     });

@@ -229,7 +229,7 @@ def test_two_optimizers_of_a_game(clears: bool, tmp_path: Path) -> None:
     assert names == ([] if clears else ["gradients:stale_2"])
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_compiled_model(tmp_path: Path) -> None:
     torch.compiler.reset()
     inner = small_model()

@@ -89,7 +89,7 @@ def test_the_next_segments_of_real_writers_are_read_beside_made_up_ones(
     assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_more_announcements_are_forgotten_than_a_statement_has_parameters(driven_sqlite: Driven) -> None:
     recording, run_id = driven_sqlite.begin()
     driven_sqlite.judge(run_id, *made_up(40_000), recording.write(0, 0, 3))
