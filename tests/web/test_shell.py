@@ -85,7 +85,7 @@ def test_a_service_that_is_gone_is_shown_and_waited_for(visit: Visit, site: Site
 
 
 def test_a_busy_service_is_asked_again(visit: Visit, site: Site) -> None:
-    refused = []
+    refused: list[str] = []
 
     def refuse_once(route: Route) -> None:
         if refused:

@@ -65,11 +65,13 @@ class OwnWork(Protocol):
 
     Attributes:
         depth: number of the recorder's calls in progress; 0 in the program's own code.
-        seconds: time in all calls so far.
     """
 
     depth: int
-    seconds: float
+
+    def so_far(self) -> float:
+        """Return the time in all calls so far, including the one in progress."""
+        ...
 
 
 @dataclass
@@ -176,8 +178,11 @@ class Budget:
         self._spent_in_step += seconds
 
     def measure_floor(self, own_work: OwnWork) -> None:
-        """Take the fixed cost of each step from now on from the recorder's own calls: their time that was not reported otherwise."""
-        self._own_work, self._own_seconds = own_work, own_work.seconds
+        """Take the fixed cost of each step from now on from the recorder's own calls: their time that was not reported otherwise.
+
+        What the call in progress has done so far is the start of the recording, and belongs to no step.
+        """
+        self._own_work, self._own_seconds = own_work, own_work.so_far()
 
     def reported(self, seconds: float) -> None:
         """Note that seconds were reported as measuring or as extra, so that they are no part of the fixed cost."""
@@ -194,7 +199,7 @@ class Budget:
         dispatching, self._dispatching = self._dispatching, 0.0
         own = 0.0
         if self._own_work is not None:
-            before, self._own_seconds = self._own_seconds, self._own_work.seconds
+            before, self._own_seconds = self._own_seconds, self._own_work.so_far()
             own = max(0.0, self._own_seconds - before - measuring)
         if own or dispatching:
             self.floor(own + dispatching)

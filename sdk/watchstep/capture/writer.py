@@ -404,18 +404,23 @@ def _records_of(saved: Sequence[SnapshotKey], step: int) -> tuple[Record, ...]:
     return tuple(records)
 
 
+_MANY_MODULES = 100
+"""Imports after which a garbage collection is due. Those for a local folder are fewer."""
+
+
 @functools.cache
 def _load_libraries(scheme: str) -> None:
     """Import the libraries for writing to a store: once per process, on the calling thread, before the first step.
 
-    During training, an import would hold the interpreter's lock while a shared library is loaded. When Ctrl-C ends the program, an import
-    would undo its exit code: Python forgets the interrupt when it executes source text, as the import of boto3 does, and exits with 1. The objects that imports create trigger a full garbage collection, which stops all threads for some
-    tenths of a second; it is done here as well, and not at some step.
+    During training, an import would hold the interpreter's lock while a shared library is loaded. When Ctrl-C ends the program, an import would
+    undo its exit code: Python forgets the interrupt when it executes source text, as the import of boto3 does, and exits with 1. The objects of many
+    imports trigger a full garbage collection, which stops all threads for some tenths of a second; it is done here as well, and not at some step.
     """
+    before = len(sys.modules)
     import obstore.store  # noqa: F401
 
     load_libraries(scheme)
-    if gc.isenabled():
+    if gc.isenabled() and len(sys.modules) - before > _MANY_MODULES:
         gc.collect()
 
 

@@ -4,7 +4,8 @@ Objects are read one by one, and each adds its rows to the cells of its tensors.
 so the rows of a cell follow each other and are reduced together; rows in another order are sorted first.
 
 A value belongs to the steps at which it was measured, so a cell without a measurement is empty. Columns are as wide as the usual distance
-between two measurements of a tensor: tensors that are measured at every tenth step have columns of ten steps, and an empty cell is a gap.
+between two measurements of a tensor: tensors that are measured at every tenth step have columns of ten steps, and an empty cell is a gap. Where
+it is possible with columns that are a little wider, one begins at the first step with NaN or infinity.
 """
 
 from __future__ import annotations
@@ -122,6 +123,23 @@ def _read(index: RunIndex, request: GridRequest) -> Grid:
     return cells.grid()
 
 
+def _aligned(most: int, width: int, place: int) -> int:
+    """Return a number of columns, of equal width, of which one begins at a place, so that nothing before it looks as what begins there.
+
+    Args:
+        most: the number without this wish.
+        width: width of all columns together.
+        place: the place.
+
+    Returns:
+        The largest such number from half of ``most`` on; ``most`` if there is none.
+    """
+    for columns in range(most, max(1, most // 2) - 1, -1):
+        if -(-(place * columns // width) * width // columns) == place:
+            return columns
+    return most
+
+
 class _Cells:
     """The cells of a grid, accumulated object by object."""
 
@@ -193,6 +211,9 @@ class _Cells:
     def grid(self) -> Grid:
         """Return the grid of all added rows."""
         columns = max(1, self._shape[1] // self._usual_distance())
+        bad = np.flatnonzero(self._nonfinite.reshape(self._shape).any(axis=0))
+        if len(bad):
+            columns = _aligned(columns, self._shape[1], int(bad[0]))
         starts = -(-np.arange(columns) * self._shape[1] // columns)
         shape = self._shape[0], columns
         count, total, low, high, nonfinite = (

@@ -116,8 +116,9 @@ def _model_of(optimizer: Optimizer) -> nn.Module:
     """
     parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     best, score = _Loose(optimizer), (0, 0)
+    kinds = _subclasses(nn.Module) - {_Loose}
     for candidate in gc.get_objects():
-        if not issubclass(type(candidate), nn.Module) or isinstance(candidate, _Loose):
+        if type(candidate) not in kinds:
             continue
         try:
             modules = internals.modules_of(candidate)
@@ -128,6 +129,16 @@ def _model_of(optimizer: Optimizer) -> nn.Module:
         if watched and (watched, size) > score:
             best, score = candidate, (watched, size)
     return best
+
+
+def _subclasses(kind: type) -> set[type]:
+    """Return a class and all classes below it."""
+    found, waiting = {kind}, [kind]
+    while waiting:
+        new: set[type] = set(type.__subclasses__(waiting.pop())) - found
+        found |= new
+        waiting += new
+    return found
 
 
 class _Loose(nn.Module):

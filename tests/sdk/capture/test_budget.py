@@ -246,3 +246,28 @@ def test_measurements_within_an_endless_step_respect_the_share() -> None:
             budget.spent("activations", 0.01)
         clock.now += 0.01
     assert 0.5 <= spent <= 0.01 * clock.now + 0.02
+
+
+def test_a_call_that_is_in_progress_counts_in_the_step_in_which_its_time_passed() -> None:
+    """A recording may begin within the recorder's first call of a training: its start belongs to no step."""
+    clock, work = Clock(), Work()
+    budget = Budget(["a"], 0.01, clock=clock)
+    work.seconds = 0.5  # imports
+    budget.measure_floor(work)
+    work.seconds += 0.001
+    for step in range(4):
+        budget.due("a", step)
+        work.seconds += 0.002
+        clock.now += 0.1
+    budget.due("a", 4)
+    assert budget.as_data()["floor_share"] * budget.as_data()["program_seconds"] == pytest.approx(0.009)
+
+
+class Work:
+    """A call of the recorder that does not end."""
+
+    depth = 1
+    seconds = 0.0
+
+    def so_far(self) -> float:
+        return self.seconds

@@ -220,3 +220,14 @@ def test_a_worker_is_shown_alone_also_its_shards(tmp_path: Path) -> None:
         assert grid.count.tolist() == [[1] * 6]
         shown = run.heatmap([FIRST.name], "abs_max", 6, worker=worker)
         assert shown.values.tolist() == grid.mean.tolist()
+
+
+def test_a_column_begins_where_elements_are_not_finite_first(tmp_path: Path) -> None:
+    rows = [Row(step, FIRST, [1.0]) for step in range(0, 158, 10)]
+    rows += [Row(step, FIRST, [NAN]) for step in range(158, 169)]
+    write(new_run(tmp_path), [block_of(rows)])
+    run = open_run(tmp_path / "default" / "r")
+    grid = run.grid(GridRequest((FIRST.name,), "max", 500, nonfinite=True))
+    first = int(np.flatnonzero(grid.nonfinite[0])[0])
+    assert grid.edges[first] == 158
+    assert 8 <= len(grid.edges) - 1 <= 17

@@ -18,6 +18,10 @@ class _OwnWork(threading.local):
     seconds = 0.0
     _began = 0.0
 
+    def so_far(self) -> float:
+        """Return the time in all calls so far, including the one in progress."""
+        return self.seconds + (time.perf_counter() - self._began if self.depth else 0.0)
+
     def enter(self) -> None:
         """Begin a call, whose time counts as recording if it is not within another."""
         if not self.depth:
