@@ -102,7 +102,7 @@ def alert_figure(evidence: AlertEvidence, width: int = WIDTH, height: int = HEIG
 
 def draw_evidence(axes: Axes, evidence: AlertEvidence) -> None:
     """Draw series, threshold, usual range and the step at which the rule fired into axes."""
-    from watchstep.plots.plot_figure import BLUE, GREY, PLAIN, VERMILLION, label, legend_label
+    from watchstep.plots.plot_figure import BLACK, BLUE, GREY, PLAIN, VERMILLION, label, legend_label
 
     steps = np.asarray(evidence.steps, np.float64)
     values = _numbers(evidence.values)
@@ -136,7 +136,7 @@ def draw_evidence(axes: Axes, evidence: AlertEvidence) -> None:
             transform=axes.get_xaxis_transform(),
             label="not finite",
         )
-    axes.axvline(evidence.step, color=VERMILLION, linewidth=1.3, label=f"bad from step {evidence.step}")
+    axes.axvline(evidence.step, color=BLACK, linewidth=1.3, label=f"bad from step {evidence.step}")
     if evidence.stopped_at is not None:
         axes.axvline(
             evidence.stopped_at,

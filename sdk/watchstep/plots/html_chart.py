@@ -213,7 +213,7 @@ class HeatChart:
         body = _grid(_axis(labels, height), picture + _svg(marks, height), span, number, named=True)
         ramp = png_url(heat_png(np.linspace(0.0, 1.0, 64)[None, :], HeatScale(0.0, 1.0, is_log=False)))
         has_bad = self.bad is not None and bool(self.bad.any())
-        red = [("ws-fired", "NaN or infinite")] if has_bad else []
+        red = [("ws-bad", "NaN or infinite")] if has_bad else []
         finite = self.values[np.isfinite(self.values)]
         low = f"{'≤ ' if len(finite) and finite.min() < scale.low else ''}{scale.low:.3g}"
         high = f"{'≥ ' if len(finite) and finite.max() > scale.high else ''}{scale.high:.3g}"

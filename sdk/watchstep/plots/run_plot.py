@@ -179,9 +179,9 @@ def draw_nonfinite(axes: Axes, edges: Integers, rows: NDArray[Any], nonfinite: N
 
 def draw_marks(axes: Axes, marks: Sequence[PlotMark], *, with_labels: bool = False) -> None:
     """Draw events as vertical lines."""
-    from watchstep.plots.plot_figure import GREEN, GREY, VERMILLION, add_legend, legend_label
+    from watchstep.plots.plot_figure import BLACK, GREEN, GREY, add_legend, legend_label
 
-    colours = {"fired": VERMILLION, "resolved": GREEN, "stopped": GREY, "note": GREY}
+    colours = {"fired": BLACK, "resolved": GREEN, "stopped": GREY, "note": GREY}
     for position, mark in enumerate(marks):
         named = with_labels and position < _MAX_LEGEND
         axes.axvline(

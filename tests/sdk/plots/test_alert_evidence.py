@@ -5,6 +5,7 @@ import math
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from tests.processes import run_python
@@ -50,9 +51,18 @@ def is_near(colour: tuple[int, ...], other: tuple[int, int, int]) -> bool:
     return max(abs(a - b) for a, b in zip(colour, other, strict=True)) < 24
 
 
-@pytest.mark.parametrize("colour", [(0, 0x72, 0xB2), (0xE6, 0x9F, 0), (0xD5, 0x5E, 0)])
-def test_series_threshold_and_step_are_drawn(colour: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("colour", [(0, 0x72, 0xB2), (0xE6, 0x9F, 0)])
+def test_series_and_threshold_are_drawn(colour: tuple[int, int, int]) -> None:
     assert any(is_near(pixel, colour) for pixel in pixels(alert_png(EVIDENCE)))
+
+
+def test_the_step_is_a_black_line_and_no_value_that_is_not_finite() -> None:
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(alert_png(EVIDENCE))).convert("L")
+    dark = np.asarray(image) < 60
+    assert (dark.sum(axis=0) > 0.4 * image.height).any()
+    assert not any(is_near(pixel, (0xD5, 0x5E, 0)) for pixel in pixels(alert_png(EVIDENCE)))
 
 
 @pytest.mark.parametrize(

@@ -392,6 +392,7 @@ def test_cells_are_numbers_of_the_scale() -> None:
         np.array([[1.0, np.nan, 3.0], [2.0, 2.0, 2.0]]),
         np.array([[False, False, False], [False, True, False]]),
     )
+    assert 'class="ws-bad"' in HeatChart.of_tensors("l2", cells).as_html()  # not the colour of an alert
     data = HeatChart.of_tensors("l2", cells).data()
     codes = np.frombuffer(base64.b64decode(data["cells"]), "<u2").reshape(2, 3)
     assert codes[0].tolist() == [2, 0, 65535]
