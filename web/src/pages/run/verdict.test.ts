@@ -109,6 +109,11 @@ describe("the verdict on a run", () => {
       { stop: stop({ state: "skipped", outcome: "it had ended" }) },
     );
     expect(verdictOf(view).notes).toEqual(["A stop was requested, but had no effect: it had ended."]);
+    const done = overview(
+      { state: "completed" },
+      { stop: stop({ state: "done", outcome: "it ended by itself" }) },
+    );
+    expect(verdictOf(done).notes).toEqual(["A stop was requested: it ended by itself."]);
   });
 
   it("puts firing alerts first, causes before what follows from them, then severity and step", () => {

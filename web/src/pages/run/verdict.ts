@@ -162,7 +162,7 @@ function notesOf(stop: Schemas["StopFacts"], run: Schemas["RunFacts"]): string[]
   if (stop.state === "pending") return [`A stop was requested and is being carried out${result}.`];
   if (stop.state === "failed") return [`The stop failed${result}.`];
   if (stop.state === "skipped") return [`A stop was requested, but had no effect${result}.`];
-  return run.state !== "stopped" && stop.state === "done" ? [`The job was stopped${result}.`] : [];
+  return run.state !== "stopped" && stop.state === "done" ? [`A stop was requested${result}.`] : [];
 }
 
 /** The rank of the worker that an alert is about, if there are several: ` on rank 1`. */
