@@ -24,6 +24,8 @@ from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import Replayed
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.registry import RULES
+from watchstep_services.api.queries.step_objects import commands_for
+from watchstep_services.api.schemas.alert_page import RecordedObject
 from watchstep_services.core.settings import load_settings
 from watchstep_services.db.models import RuleConfigRow
 from watchstep_services.dispatch.dispatch import dispatch
@@ -232,6 +234,16 @@ def test_objects_of_the_step_are_listed_with_commands(exploding: Api) -> None:
     ):
         assert expected in commands
     assert f"run.tensor({GRADIENT!r}).value(202)" in commands[-1]
+
+
+def test_the_bundle_of_the_alerts_worker_is_computed_again() -> None:
+    bundles = [
+        RecordedObject(kind="bundle", path=f"b{worker}", attempt="a1", worker=worker, first=5, last=5)
+        for worker in (0, 1)
+    ]
+    for worker, shown in ((0, 0), (1, 1), (7, 0)):
+        texts = [command.text for command in commands_for("run", "loss", "mean", 5, worker, bundles)]
+        assert f"watchstep replay run --program train.py --step 5 --worker {shown}" in texts
 
 
 def test_python_lines_work(exploding: Api) -> None:
