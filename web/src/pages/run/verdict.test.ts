@@ -93,7 +93,10 @@ describe("the verdict on a run", () => {
     expect(title({ state: "completed" }, resolved)).toBe(
       "Completed, ended after step 99; every alert was resolved",
     );
-    expect(title({ state: "completed" }, firing)).toBe("Completed, ended after step 99, but one alert fires");
+    expect(title({ state: "completed" }, firing)).toBe(
+      "Completed, ended after step 99, but one alert fires: a, bad from step 5",
+    );
+    expect(title({ state: "completed", workers: 2 }, firing)).toContain("a, bad from step 5 on rank");
     const critical = { lanes: [lane("a", "firing", "critical")], marks: [mark("a", 5)] };
     const toneOf = (parts: object): string => verdictOf(overview({ state: "completed" }, parts)).tone;
     expect([toneOf(firing), toneOf(critical)]).toEqual(["warning", "fault"]);

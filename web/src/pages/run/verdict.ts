@@ -140,7 +140,8 @@ export function verdictOf(overview: Overview): Verdict {
         "Its recorder stopped reporting, and did not say how the program ended.",
       );
     case "completed":
-      if (firing.length > 0) return of(severe ? "fault" : "warning", `Completed${last}, but ${counted}`);
+      if (firing.length > 0)
+        return of(severe ? "fault" : "warning", `Completed${last}, but ${counted}${since(main, run)}`);
       if (alerts.length > 0) return of("ok", `Completed${last}; every alert was resolved`);
       return of("ok", `Completed${last}, without an alert`);
     case "created":
@@ -155,6 +156,12 @@ export function verdictOf(overview: Overview): Verdict {
       return of("active", `${where}: ${alerts.length > 0 ? "every alert was resolved" : "no alert"}`);
     }
   }
+}
+
+/** The step from which the main alert fires, and its rank, in words: `: nan_or_inf, bad from step 120 on rank 1`. */
+function since(main: RunAlert | null, run: Overview["run"]): string {
+  if (main?.phase !== "firing" || main.step === null) return "";
+  return `: ${main.name}, bad from step ${main.step}${rankOf(main, run)}`;
 }
 
 function notesOf(stop: Schemas["StopFacts"], run: Schemas["RunFacts"]): string[] {
