@@ -57,6 +57,8 @@ _TINY = 1e-38
 _LARGEST = float(np.finfo(np.float64).max)
 _MAX_EXPONENT = 709.0
 _MODES = (MODES.index("train"), MODES.index("global"))
+_NO_WIDTH = 1e-30
+"""A usual range that is narrower has one value."""
 _SERIES = ("tensor", "worker", "replica", "stage", "mode")
 
 
@@ -84,6 +86,12 @@ class Deviation(BaseModel):
 
     def as_line(self) -> str:
         """Format the deviation as one line of text."""
+        if self.high - self.low < _NO_WIDTH:
+            usual = (self.low + self.high) / 2
+            return (
+                f"{self.tensor}: {self.statistic} {self.value:.3g} at step {self.step}, always {usual:.3g} before "
+                f"(worker {self.worker})"
+            )
         away = f"more than {_MAX_SPREADS:,.0f}" if self.spreads >= _MAX_SPREADS else f"{self.spreads:,.0f}"
         return (
             f"{self.tensor}: {self.statistic} {self.value:.3g} at step {self.step}, usually {self.low:.3g} to {self.high:.3g}, "
