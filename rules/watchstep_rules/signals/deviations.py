@@ -54,12 +54,11 @@ The level of a mean is at least the median rms of its tensor.
 """
 
 _TINY = 1e-38
-_SHOWN_AS_ZERO = 1e-30
-"""Ends of a range below it, which follow from the logarithm of a value that was zero."""
-
 _LARGEST = float(np.finfo(np.float64).max)
 _MAX_EXPONENT = 709.0
 _MODES = (MODES.index("train"), MODES.index("global"))
+_NO_WIDTH = 1e-30
+"""A usual range that is narrower has one value."""
 _SERIES = ("tensor", "worker", "replica", "stage", "mode")
 
 
@@ -89,10 +88,15 @@ class Deviation(BaseModel):
         """Format the deviation as one line of text."""
         if self.statistic == "nonfinite_share":
             return f"{self.tensor}: {self.value:.3%} of its elements are not finite at step {self.step} (worker {self.worker})"
-        low, high = (0.0 if abs(end) < _SHOWN_AS_ZERO else end for end in (self.low, self.high))
+        if self.high - self.low < _NO_WIDTH:
+            usual = (self.low + self.high) / 2
+            return (
+                f"{self.tensor}: {self.statistic} {self.value:.3g} at step {self.step}, always {usual:.3g} before "
+                f"(worker {self.worker})"
+            )
         away = f"more than {_MAX_SPREADS:,.0f}" if self.spreads >= _MAX_SPREADS else f"{self.spreads:,.0f}"
         return (
-            f"{self.tensor}: {self.statistic} {self.value:.3g} at step {self.step}, usually {low:.3g} to {high:.3g}, "
+            f"{self.tensor}: {self.statistic} {self.value:.3g} at step {self.step}, usually {self.low:.3g} to {self.high:.3g}, "
             f"{away} spreads away (worker {self.worker})"
         )
 

@@ -135,7 +135,7 @@ class UpdateEvidence:
         is_bad = bool(gradients) and bool(self._bad[gradients].any())
         if applied and is_bad:
             return f"; the optimizer did not apply the gradients of step {step}"
-        if missing and not gradients and min(missing) > 0:
+        if missing and not gradients and not applied and min(missing) > 0:
             return f"; no optimizer step was recorded at step {step}"
         if missing and gradients and not is_bad and max(missing) == 0:
             return f"; the update of step {step} was made with finite gradients"

@@ -362,7 +362,7 @@ def _over(service: Service, due: DueAction, target: StopTarget, stage: int) -> A
         return AttemptResult("skipped", f"{named} had ended already", facts=facts)
     if stage == StopStage.REQUESTED and not target.applied:
         if target.ended_by_itself:
-            detail = f"{named} ended by itself: the program did not stop when requested"
+            detail = f"{named} ended by itself; the stop request had no effect on it"
         elif target.failed_by_itself:
             detail = f"{named} failed by itself, after the stop was requested and before it stopped"
         else:

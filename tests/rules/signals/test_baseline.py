@@ -304,3 +304,28 @@ def test_thresholds_of_a_config(
     assert found == [ConstantThreshold(*entry) for entry in expected]  # type: ignore[arg-type]
     for threshold in found:
         assert needs_of(threshold.figure)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(-3e-38, 3e-38, "always 0 before (worker 1)"), (1.0, 2.0, "usually 1 to 2, 12 spreads away (worker 1)")],
+)
+def test_a_range_of_one_value_is_stated_as_that_value(low: float, high: float, words: str) -> None:
+    deviation = Deviation(
+        tensor="x", statistic="mean", worker=1, step=3, value=7.0, low=low, high=high, spreads=12.0
+    )
+    assert deviation.as_line() == f"x: mean 7 at step 3, {words}"
+
+
+def test_elements_that_are_not_finite_are_a_share() -> None:
+    deviation = Deviation(
+        tensor="x",
+        statistic="nonfinite_share",
+        worker=1,
+        step=3,
+        value=0.000244,
+        low=0.0,
+        high=0.5,
+        spreads=9.0,
+    )
+    assert deviation.as_line() == "x: 0.024% of its elements are not finite at step 3 (worker 1)"

@@ -244,6 +244,10 @@ def message(*rows: Row, bad: TensorInfo = LOSS) -> str:
         ([Row(3, MISSING, [2.0])], "; no optimizer step was recorded at step 3"),
         ([Row(3, MISSING, [2.0]), Row(3, GRADIENT, [1.0])], ""),
         (
+            [Row(3, MISSING, [2.0]), Row(3, APPLIED, [0.0])],
+            "",
+        ),  # a worker without gradients; its optimizer stepped
+        (
             [Row(3, MISSING, [0.0]), Row(3, GRADIENT, [1.0])],
             "; the update of step 3 was made with finite gradients",
         ),

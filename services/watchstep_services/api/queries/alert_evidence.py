@@ -76,7 +76,11 @@ def read_evidence_lines(run: Run, finding: AlertFinding, window: AlertWindow) ->
     if any(info.name == finding.tensor for info in infos):
         lines = list(_tensor_lines(run, finding, window))
     shown = {(line.tensor, line.figure) for line in lines}
-    lines += [line for line in _loss_lines(run, infos, window) if (line.tensor, line.figure) not in shown]
+    lines += [
+        line
+        for line in _loss_lines(run, infos, finding.worker, window)
+        if (line.tensor, line.figure) not in shown
+    ]
     return lines
 
 
@@ -131,7 +135,10 @@ def _measured(columns: Columns, rows: NDArray[np.intp], finding: AlertFinding, f
     return ""
 
 
-def _loss_lines(run: Run, infos: Sequence[TensorInfo], window: AlertWindow) -> Iterator[EvidenceLine]:
+def _loss_lines(
+    run: Run, infos: Sequence[TensorInfo], of_worker: int, window: AlertWindow
+) -> Iterator[EvidenceLine]:
+    """Lines of the losses, of the finding's worker, or of the lowest one if that has none."""
     losses = sorted(
         (info for info in infos if kind_of(info) == "losses"), key=lambda info: (info.order, info.name)
     )[:_MAX_LOSSES]
@@ -145,8 +152,9 @@ def _loss_lines(run: Run, infos: Sequence[TensorInfo], window: AlertWindow) -> I
         place = infos.index(info)
         for mode in sorted(set(columns["mode"][columns["tensor"] == place].tolist())):
             rows = np.flatnonzero((columns["tensor"] == place) & (columns["mode"] == mode))
-            worker = int(columns["worker"][rows].min())
-            rows = rows[columns["worker"][rows] == worker]
+            workers = columns["worker"][rows]
+            worker = of_worker if (workers == of_worker).any() else int(workers.min())
+            rows = rows[workers == worker]
             rows = rows[np.argsort(columns["step"][rows], kind="stable")]
             yield _line(columns, rows, values, window.points).model_copy(
                 update={"tensor": info.name, "figure": "mean", "worker": worker}

@@ -133,7 +133,7 @@ def checkpoint_before(store: Store, step: int) -> Checkpoint | None:
 
 
 def commands_for(
-    location: str, tensor: str, figure: str, step: int, objects: Sequence[RecordedObject]
+    location: str, tensor: str, figure: str, step: int, worker: int, objects: Sequence[RecordedObject]
 ) -> list[CommandLines]:
     """Return commands that show an alert's step, and Python lines. Names in them are quoted.
 
@@ -142,6 +142,7 @@ def commands_for(
         tensor: the tensor of the finding; empty for none.
         figure: the figure of the evidence.
         step: the step of the finding.
+        worker: the worker of the finding, whose bundle is preferred.
         objects: the objects with data of steps near it.
     """
     run = shlex.quote(location)
@@ -154,7 +155,8 @@ def commands_for(
         commands.append(
             _shell("Find the operation that made the first bad value", f"watchstep trace {run} --step {step}")
         )
-    bundle = next((part for part in objects if part.kind == "bundle"), None)
+    bundles = [part for part in objects if part.kind == "bundle"]
+    bundle = next((part for part in bundles if part.worker == worker), bundles[0] if bundles else None)
     if bundle is not None:
         text = f"watchstep replay {run} --program train.py --step {bundle.first} --worker {bundle.worker}"
         commands.append(_shell(f"Compute step {bundle.first} again", text))

@@ -199,7 +199,9 @@ def _page(
         acknowledgement=records.acknowledgement,
         silence=records.silence,
         objects=list(listing.objects),
-        commands=commands_for(location, finding.tensor, figure, finding.step, listing.objects),
+        commands=commands_for(
+            location, finding.tensor, figure, finding.step, finding.worker, listing.objects
+        ),
         others=_others(run_records, records.alert.fingerprint),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import shutil
 import socket
@@ -16,7 +17,7 @@ from tests.sdk.event_files import accumulated
 from tests.sdk.format.blocks import Row, tensor
 from tests.services.api.conftest import Api
 from tests.services.recording import LAYERS, LOSS, NAN, PROJECT, Recording, exploding_from, nan_from
-from watchstep import CaptureConfig, Hook
+from watchstep import CaptureConfig, Hook, open_run
 from watchstep.capture.mirror import service_alerts
 from watchstep.format.documents import Checkpoint
 from watchstep.format.layout import BundleKey, SamplesKey, SnapshotKey, TraceKey
@@ -24,6 +25,9 @@ from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import Replayed
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.registry import RULES
+from watchstep_services.api.queries.alert_evidence import AlertWindow, read_evidence_lines
+from watchstep_services.api.queries.step_objects import commands_for
+from watchstep_services.api.schemas.alert_page import AlertFinding, RecordedObject
 from watchstep_services.core.settings import load_settings
 from watchstep_services.db.models import RuleConfigRow
 from watchstep_services.dispatch.dispatch import dispatch
@@ -232,6 +236,37 @@ def test_objects_of_the_step_are_listed_with_commands(exploding: Api) -> None:
     ):
         assert expected in commands
     assert f"run.tensor({GRADIENT!r}).value(202)" in commands[-1]
+
+
+def test_the_loss_beside_the_evidence_is_that_of_the_alerts_worker(tmp_path: Path) -> None:
+    def loss_of(rank: int, step: int, _name: str) -> float:
+        return 10.0 * rank + step
+
+    recording = Recording(Store.open(str(tmp_path))).begin(world_size=2)
+    for rank in (0, 1):
+        recording.write(0, 0, 2, functools.partial(loss_of, rank), worker=rank)
+    run = open_run(recording.store.location)
+    for worker, shown, values in (
+        (0, 0, [0.0, 1.0, 2.0]),
+        (1, 1, [10.0, 11.0, 12.0]),
+        (5, 0, [0.0, 1.0, 2.0]),
+    ):
+        fields: dict[str, Any] = {"worker": worker, "tensor": "", "step": 1, "value": None, "mode": "train"}
+        finding = AlertFinding.model_construct(**fields)
+        lines = read_evidence_lines(run, finding, AlertWindow(0, 2, 1, 100))
+        assert [(line.worker, list(line.mean)) for line in lines if line.tensor == LOSS.name] == [
+            (shown, values)
+        ]
+
+
+def test_the_bundle_of_the_alerts_worker_is_computed_again() -> None:
+    bundles = [
+        RecordedObject(kind="bundle", path=f"b{worker}", attempt="a1", worker=worker, first=5, last=5)
+        for worker in (0, 1)
+    ]
+    for worker, shown in ((0, 0), (1, 1), (7, 0)):
+        texts = [command.text for command in commands_for("run", "loss", "mean", 5, worker, bundles)]
+        assert f"watchstep replay run --program train.py --step 5 --worker {shown}" in texts
 
 
 def test_python_lines_work(exploding: Api) -> None:

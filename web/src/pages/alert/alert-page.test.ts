@@ -101,8 +101,17 @@ describe("sentences", () => {
 
   it("say what became of the run", () => {
     const own = { fingerprint: "f", step: 25, outcome: "the job is gone" };
-    expect(outcomeSentence(pageOf({ stop: { ...own, state: "done" } }))).toBe(
+    expect(outcomeSentence(pageOf({ run: { state: "stopped" }, stop: { ...own, state: "done" } }))).toBe(
       "The alert stopped the run; it ended after step 22, 3 steps lost.",
+    );
+    expect(outcomeSentence(pageOf({ run: { state: "completed" }, stop: { ...own, state: "done" } }))).toBe(
+      "It requested a stop: the job is gone. The run was not stopped by it: it completed, and ended after step 22, 3 steps lost.",
+    );
+    expect(outcomeSentence(pageOf({ stop: { ...own, state: "done" } }))).toBe(
+      "It requested a stop: the job is gone. The run goes on, at step 22.",
+    );
+    expect(outcomeSentence(pageOf({ run: { state: "lost" }, stop: { ...own, state: "done" } }))).toContain(
+      "it was lost, and ended after step 22",
     );
     expect(outcomeSentence(pageOf({ stop: { ...own, state: "failed" } }))).toContain(
       "which failed: the job is",

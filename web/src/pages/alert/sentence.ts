@@ -49,6 +49,12 @@ export function outcomeSentence(page: AlertPage): string {
     if (stop.state === "pending") return `It requested a stop, which is being carried out${because}.`;
     if (stop.state === "failed") return `It requested a stop, which failed${because}.`;
     if (stop.state === "skipped") return `It requested a stop, which had no effect${because}.`;
+    if (run.state === "running" || run.state === "created")
+      return `It requested a stop${because}. The run goes on, at step ${run.last_step}.`;
+    if (run.state !== "stopped") {
+      const end = run.state === "lost" ? "was lost" : run.state;
+      return `It requested a stop${because}. The run was not stopped by it: it ${end}, and ${ended(page)}.`;
+    }
     return `The alert stopped the run; it ${ended(page)}.`;
   }
   const unchanged = alert.dry_run

@@ -135,6 +135,7 @@ describe("differences", () => {
   it("are described, with what limits them", () => {
     expect(describeDifference(difference("x", 4))).toBe("number of NaN none or not finite instead of 0");
     expect(searchResult(divergence("b"))).toBe("No difference in steps 0–9.");
+    expect(searchResult({ ...divergence("b"), rows: 0 })).toContain("Nothing was compared");
     expect(searchResult({ ...divergence("b"), complete: false })).toContain("not complete");
     expect(searchResult({ ...divergence("b"), compared_last: -1 })).toContain("no step with common records");
     expect(searchResult(divergence("b", difference("x", 4)))).toBe("");

@@ -36,6 +36,8 @@ export function searchResult(divergence: Divergence): string {
   if (divergence.first === null) {
     if (divergence.compared_last < divergence.compared_first)
       return divergence.notes.length > 0 ? "Nothing was compared." : "They have no step with common records.";
+    if (divergence.rows === 0)
+      return "Nothing was compared: no record of one run has a counterpart in the other.";
     return divergence.complete
       ? `No difference in ${steps}.`
       : `No difference was found in ${steps}; the search was not complete.`;

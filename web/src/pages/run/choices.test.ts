@@ -11,7 +11,7 @@ import {
   nonfiniteRanges,
   seriesOf,
 } from "./loss-lines";
-import { flatten } from "./settings";
+import { flatten, jobStateText } from "./settings";
 
 const line = (
   tensor: string,
@@ -135,6 +135,11 @@ describe("what the pictures show", () => {
       "/v1/projects/p%2Fq/runs/r/heatmap?collection=a+b&figure=l2&mode=train&reduce=max&points=300&rows=1000&first=5";
     expect(pathOfHeatmap("p/q", "r", choice)).toBe(path);
     expect(pathOfHeatmap("p/q", "r", { ...choice, worker: 0 })).toBe(`${path}&worker=0`);
+  });
+
+  it("says of a job that its backend no longer knows that it has ended", () => {
+    expect(jobStateText("vanished")).toBe("ended, exit code not known");
+    expect(jobStateText("running")).toBe("running");
   });
 
   it("lists settings by name, without empty ones", () => {

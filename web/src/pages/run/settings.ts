@@ -15,3 +15,7 @@ export function flatten(settings: unknown, prefix = ""): [string, string][] {
   }
   return entries.slice(0, MOST);
 }
+
+/** The state of an attempt's job in words: a job whose exit code its backend does not know has not vanished for the reader. */
+export const jobStateText = (state: string): string =>
+  state === "vanished" ? "ended, exit code not known" : state;

@@ -93,7 +93,10 @@ describe("the verdict on a run", () => {
     expect(title({ state: "completed" }, resolved)).toBe(
       "Completed, ended after step 99; every alert was resolved",
     );
-    expect(title({ state: "completed" }, firing)).toBe("Completed, ended after step 99, but one alert fires");
+    expect(title({ state: "completed" }, firing)).toBe(
+      "Completed, ended after step 99, but one alert fires: a, bad from step 5",
+    );
+    expect(title({ state: "completed", workers: 2 }, firing)).toContain("a, bad from step 5 on rank");
     const critical = { lanes: [lane("a", "firing", "critical")], marks: [mark("a", 5)] };
     const toneOf = (parts: object): string => verdictOf(overview({ state: "completed" }, parts)).tone;
     expect([toneOf(firing), toneOf(critical)]).toEqual(["warning", "fault"]);
@@ -109,6 +112,11 @@ describe("the verdict on a run", () => {
       { stop: stop({ state: "skipped", outcome: "it had ended" }) },
     );
     expect(verdictOf(view).notes).toEqual(["A stop was requested, but had no effect: it had ended."]);
+    const done = overview(
+      { state: "completed" },
+      { stop: stop({ state: "done", outcome: "it ended by itself" }) },
+    );
+    expect(verdictOf(done).notes).toEqual(["A stop was requested: it ended by itself."]);
   });
 
   it("puts firing alerts first, causes before what follows from them, then severity and step", () => {

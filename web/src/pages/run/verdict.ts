@@ -140,7 +140,8 @@ export function verdictOf(overview: Overview): Verdict {
         "Its recorder stopped reporting, and did not say how the program ended.",
       );
     case "completed":
-      if (firing.length > 0) return of(severe ? "fault" : "warning", `Completed${last}, but ${counted}`);
+      if (firing.length > 0)
+        return of(severe ? "fault" : "warning", `Completed${last}, but ${counted}${since(main, run)}`);
       if (alerts.length > 0) return of("ok", `Completed${last}; every alert was resolved`);
       return of("ok", `Completed${last}, without an alert`);
     case "created":
@@ -157,12 +158,18 @@ export function verdictOf(overview: Overview): Verdict {
   }
 }
 
+/** The step from which the main alert fires, and its rank, in words: `: nan_or_inf, bad from step 120 on rank 1`. */
+function since(main: RunAlert | null, run: Overview["run"]): string {
+  if (main?.phase !== "firing" || main.step === null) return "";
+  return `: ${main.name}, bad from step ${main.step}${rankOf(main, run)}`;
+}
+
 function notesOf(stop: Schemas["StopFacts"], run: Schemas["RunFacts"]): string[] {
   const result = stop.outcome === "" ? "" : `: ${stop.outcome}`;
   if (stop.state === "pending") return [`A stop was requested and is being carried out${result}.`];
   if (stop.state === "failed") return [`The stop failed${result}.`];
   if (stop.state === "skipped") return [`A stop was requested, but had no effect${result}.`];
-  return run.state !== "stopped" && stop.state === "done" ? [`The job was stopped${result}.`] : [];
+  return run.state !== "stopped" && stop.state === "done" ? [`A stop was requested${result}.`] : [];
 }
 
 /** The rank of the worker that an alert is about, if there are several: ` on rank 1`. */

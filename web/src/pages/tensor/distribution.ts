@@ -105,3 +105,16 @@ export function boundText(value: number | null): string {
       : String(Number(size.toPrecision(2)));
   return (value < 0 ? "−" : "") + text.replace("e+", "e").replace("e-", "e−");
 }
+
+/**
+ * Whose elements a distribution shows, if it is not those of all workers that measured the tensor; empty if it is.
+ *
+ * @param workers workers that measured it
+ * @param choice the choice of workers: `merged`, `separate`, or the number of one
+ */
+export function whoseElements(workers: readonly number[], choice: string): string {
+  if (workers.length < 2) return "";
+  return /^\d+$/.test(choice)
+    ? `Of worker ${choice}.`
+    : "Of the first replica only. Choose one worker above to see its distribution.";
+}

@@ -8,6 +8,7 @@ import {
   recordAt,
   recordsOf,
   thinned,
+  whoseElements,
 } from "./distribution";
 import { axisOf, FORMAT_RANGES, placeOf, ticksOf } from "./format-range";
 import { observationsOf, problemsOf, verdictOf } from "./problems";
@@ -270,4 +271,13 @@ it("places magnitudes in the ranges of number formats", () => {
     expect(range.smallest).toBeLessThan(range.normal);
     expect(range.normal).toBeLessThan(range.largest);
   }
+});
+
+describe("distributions of several workers", () => {
+  it("say whose elements they show", () => {
+    expect(whoseElements([0], "")).toBe("");
+    expect(whoseElements([0, 1], "")).toContain("first replica only");
+    expect(whoseElements([0, 1], "separate")).toContain("first replica only");
+    expect(whoseElements([0, 1], "1")).toBe("Of worker 1.");
+  });
 });
