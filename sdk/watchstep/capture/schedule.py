@@ -562,7 +562,7 @@ class Schedule:
             self._floor_noted = True
             self._health.note(
                 "budget",
-                "the gate and the empty hooks alone exceed the budget, because steps are tiny; measuring uses its fixed allowance",
+                "the gate and the empty hooks alone exceed the budget; measuring uses its fixed allowance",
             )
         if not self._gap_noted and self.budget.lacks_data:
             self._gap_noted = True

@@ -164,7 +164,7 @@ def _index_lines(run: Run, worker: int | None, *, as_json: bool) -> Iterator[str
         else:
             yield f"{key.attempt}  worker {key.worker}  steps {key.first} to {key.last}"
     if not keys and not as_json:
-        yield "no samples are on the store yet: they are written when something goes wrong, and at the end of the attempt"
+        yield "no samples are on the store: they are written when something goes wrong, and at the end of the attempt, if batches came from a DataLoader or hook.samples"
 
 
 def _json_lines(batches: Sequence[SampleBatch]) -> Iterator[str]:

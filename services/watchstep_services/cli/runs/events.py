@@ -130,7 +130,8 @@ def _audit_lines(entry: dict[str, Any]) -> Iterator[str]:
             "repeated": "stop requested again",
             "would_have": "would have been stopped",
         }
-        yield f"{head}{verbs[entry['kind']]} by {entry['who']}: {data['reason']}"
+        reason = str(data["reason"]).removeprefix(f"{entry['who']}: ")  # a rule's reason begins with its name
+        yield f"{head}{verbs[entry['kind']]} by {entry['who']}: {reason}"
         yield from _stop_details(data)
     elif entry["kind"] == "tried":
         yield f"{head}try {data['number']}: {data['outcome']}: {data['detail']}"
@@ -138,7 +139,7 @@ def _audit_lines(entry: dict[str, Any]) -> Iterator[str]:
         at = (
             f", ended after step {data['stopped_at_step']}" if data.get("stopped_at_step") is not None else ""
         )
-        yield f"{head}{data['state']} after {data['tries']} tries{at}: {data['detail']}"
+        yield f"{head}{data['state']} after {data['tries']} {'try' if data['tries'] == 1 else 'tries'}{at}: {data['detail']}"
 
 
 def _stop_details(data: dict[str, Any]) -> Iterator[str]:

@@ -94,7 +94,7 @@ describe("sentences", () => {
   it("say what happened, from which step on and on which rank", () => {
     expect(headlineOf(pageOf())).toBe("Bad from step 20: too large.");
     const several = pageOf({ run: { workers: 2 }, alert: { since_step: 18 } });
-    expect(headlineOf(several)).toBe("Bad from step 18 on rank 0: too large.");
+    expect(headlineOf(several)).toBe("Bad from step 18 on rank 0: at step 20: too large.");
     expect(roleOf(finding)).toBe("gradient of module fc, Linear");
     expect(roleOf({ ...finding, module: "", role: "loss" })).toBe("loss");
   });

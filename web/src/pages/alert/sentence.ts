@@ -19,7 +19,9 @@ export function headlineOf(page: AlertPage): string {
   const { finding, run } = page;
   const rank = run.workers > 1 && finding.tensor !== "" ? ` on rank ${finding.worker}` : "";
   const message = shorten(finding.message, MOST);
-  return `Bad from step ${badFrom(page)}${rank}: ${message}${/[.!?]$/.test(message) ? "" : "."}`;
+  // A rule that waits for several findings describes the last of them.
+  const at = finding.step > badFrom(page) ? `at step ${finding.step}: ` : "";
+  return `Bad from step ${badFrom(page)}${rank}: ${at}${message}${/[.!?]$/.test(message) ? "" : "."}`;
 }
 
 /** The step from which the run is bad: the first of the findings that made the alert fire. */
