@@ -43,6 +43,7 @@ from watchstep.jax.traced_updates import (
     report,
 )
 from watchstep.platform.program_errors import is_of_program
+from watchstep.stopping import StopTraining
 
 _MARK = "_watchstep_records"
 
@@ -79,6 +80,10 @@ def forget(observer: StepObserver) -> None:
     """Pass no more updates to an observer."""
     if observer in _observers:
         _observers.remove(observer)
+
+
+stopping: list[Callable[[Any], None]] = []
+"""Called with the positional arguments of a call that is not made, because an observer stops the program before it. They raise nothing."""
 
 
 dispatching = threading.RLock()
@@ -153,8 +158,13 @@ class CompiledStep:
         if not self.has_updates:
             with recording_form(form):
                 return self._called(arguments, keywords)
-        for observer in tuple(_observers):
-            observer.about_to_dispatch(self, (arguments, keywords))
+        try:
+            for observer in tuple(_observers):
+                observer.about_to_dispatch(self, (arguments, keywords))
+        except StopTraining:
+            for listener in tuple(stopping):
+                listener(arguments)
+            raise
         if self._is_disabled:
             return self._plain(*arguments, **keywords)
         with recording_form(form):

@@ -335,6 +335,16 @@ class JaxUpdates(KerasUpdates):
             self._session = hook._session  # noqa: SLF001 - part of the hook's own package
             self._module.record_with(hook)
 
+    def begins(self, trainer: Any) -> None:
+        """Let the optimizer of this training count steps, and keep its state if it is stopped."""
+        super().begins(trainer)
+        self._module.begins(trainer)
+
+    def ends(self, trainer: Any) -> None:
+        """Record the last update."""
+        super().ends(trainer)
+        self._module.ends(trainer)
+
     def session(self) -> Session | None:
         """Return the recording."""
         return self._session

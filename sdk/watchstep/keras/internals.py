@@ -10,6 +10,7 @@ from watchstep.capture.framework_names import FrameworkName, FrameworkNames
 _UPDATES = "updates"
 _SCALED = "updates under dynamic loss scaling"
 _LOSSES = "losses of batches"
+_STATE = "weights of a model whose fit is stopped, on JAX"
 
 at = FrameworkName.at
 keras_names = FrameworkNames(
@@ -27,6 +28,7 @@ keras_names = FrameworkNames(
         "fit": at("the beginning and the end of fit", "keras:Model.fit"),
         "layers": at("classes of layers", "keras:*._flatten_layers"),
         "variables_of_layer": at("classes of layers", "keras:*._trainable_variables"),
+        "is_state_kept": at(_STATE, "keras:*._jax_state_synced"),
         "jax_compiler": at(
             "updates of compiled steps on JAX",
             "keras.src.backend.jax.trainer:jit",
@@ -57,3 +59,8 @@ def replace_compiler(plain: Any, replacement: Any) -> None:
         return  # missing, or the replacement already
     module, _, name = keras_names.table["jax_compiler"].paths[0].partition(":")
     setattr(sys.modules[module], name, replacement)
+
+
+def set_state(trainer: Any, state: dict[str, Any]) -> None:
+    """Replace the state that Keras assigns to a model's variables when ``fit`` ends, on JAX. Before the first step, the model has none."""
+    trainer._jax_state = state  # noqa: SLF001 - as above

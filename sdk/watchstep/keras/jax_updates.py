@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ from watchstep.capture.steps.metric_names import SCALE
 from watchstep.hook import Hook
 from watchstep.jax import compiled_steps, optimizers, recording, traced_updates
 from watchstep.jax.traced_updates import TracedUpdate
-from watchstep.keras.internals import replace_compiler
+from watchstep.keras.internals import keras_names, replace_compiler, set_state
 from watchstep.keras.optimizer_calls import OptimizerCall
 from watchstep.updates.parameter_names import parameter_words
 from watchstep.updates.program_updates import check_policy
@@ -26,6 +28,52 @@ def install() -> None:
     compiled_steps.install()
     optimizers.install_losses()
     replace_compiler(plain, jax.jit)
+    if _keep_state not in compiled_steps.stopping:
+        compiled_steps.stopping.append(_keep_state)
+
+
+_PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+"""The state of a training, in the order in which Keras passes it to a step."""
+
+_trainers: list[weakref.ref[Any]] = []
+
+
+def begins(trainer: Any) -> None:
+    """``fit`` of a model begins."""
+    ends(trainer)
+    if keras_names.have(trainer, "is_state_kept"):
+        _trainers.append(weakref.ref(trainer))
+
+
+def ends(trainer: Any) -> None:
+    """``fit`` of a model ends."""
+    _trainers[:] = [other for other in _trainers if other() is not None and other() is not trainer]
+
+
+def _keep_state(arguments: Sequence[Any]) -> None:
+    """Let Keras assign the arguments of a step that is not made to the variables of its model.
+
+    In ``fit`` the variables have no values. Keras keeps those of the last step for the case of an exception, but not before the first step, and not between
+    those of one execution of several steps, which have been donated.
+    """
+    try:
+        state = arguments[0]
+        if not isinstance(state, list | tuple) or len(state) != len(_PARTS):
+            return
+        lengths = [len(part) for part in state]
+        for trainer in [found for reference in reversed(_trainers) if (found := reference()) is not None]:
+            variables = (
+                trainer.trainable_variables,
+                trainer.non_trainable_variables,
+                trainer.optimizer.variables,
+                trainer.metrics_variables,
+            )
+            if keras_names.of(trainer, "is_state_kept", True) or [len(part) for part in variables] != lengths:
+                continue
+            set_state(trainer, dict(zip(_PARTS, state, strict=True)))
+            return
+    except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+        traced_updates.report("keras", error)
 
 
 def record_with(hook: Hook) -> None:

@@ -135,7 +135,7 @@ def decode(data: bytes, name: str) -> Manifest:
             tuple(str(source) for source in document["sources"]),
             attempts,
         )
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"{name} is not a manifest ({error})", "compact the run again") from error
 
 
@@ -143,7 +143,7 @@ def attempt_from_data(data: dict[str, Any]) -> CompactedAttempt:
     """Parse one attempt of a manifest.
 
     Raises:
-        ValueError, TypeError, KeyError, OverflowError: the data has another form.
+        ValueError, TypeError, KeyError, AttributeError, OverflowError: the data has another form.
     """
     recent = data["recent"]
     return CompactedAttempt(

@@ -24,7 +24,7 @@ from watchstep.tensorflow.internals import tensorflow_names
 
 X = np.linspace(-1.0, 1.0, 16, dtype=np.float32).reshape(8, 2)
 Y = np.ones((8, 1), np.float32)
-ON_JAX = {"scaling_stateless_apply", "trainable_variables", "jax_compiler"}
+ON_JAX = {"scaling_stateless_apply", "trainable_variables", "jax_compiler", "is_state_kept"}
 """Names that Keras has on JAX only, or that recording uses there with each version of Keras."""
 
 

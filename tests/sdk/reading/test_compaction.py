@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import threading
 from collections.abc import Callable
@@ -234,6 +235,17 @@ def test_originals_stay_until_the_grace_time_is_over(tmp_path: Path) -> None:
     assert compact(url).deleted == 0
     assert compact(url, delete_after=3600).deleted == 0
     assert compact(url, delete_after=0).deleted == 3
+
+
+def test_a_manifest_whose_constants_are_no_mapping_is_ignored(tmp_path: Path) -> None:
+    url = small_run(tmp_path)
+    before = answers(open_run(url))
+    compact(url)
+    (path,) = tmp_path.rglob("manifest.json")
+    document = json.loads(path.read_text())
+    document["attempts"][0]["segments"][0]["constant"] = "x"
+    path.write_text(json.dumps(document))
+    assert answers(open_run(url)) == before
 
 
 def test_at_most_three_unreadable_manifests_are_tried_at_once(
