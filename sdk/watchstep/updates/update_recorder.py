@@ -244,7 +244,8 @@ class UpdateRecorder:
             if self._records_metrics:
                 self._recorder.scalar(WITHHELD, 1.0)
         if self._policy.stops_at(self._in_a_row):
-            skipped = f", after {self._in_a_row - 1} skipped updates" if self._in_a_row > 1 else ""
+            was_skipped = self._policy.action == "skip" and self._in_a_row > 1
+            skipped = f", after {self._in_a_row - 1} skipped updates" if was_skipped else ""
             self._recorder.stop(f"the gradients of step {step} are not finite{skipped}", "gate policy")
 
     def _measure(self, update: Update) -> bool:

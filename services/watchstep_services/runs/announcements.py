@@ -324,18 +324,24 @@ def _accept_by_statements(
     )
 
 
+_WRITERS_LOOKED_UP = 8
+"""Writers of an announcement for which there is no room whose segments are looked up. A recorder announces those of one; each costs a query."""
+
+
 def _chosen(session: Session, room: int, run_id: int, keys: Sequence[SegmentKey]) -> Sequence[SegmentKey]:
     """The segments for which there is room, and those that follow one that was read."""
     waiting = select(Segment.id).filter_by(run_id=run_id, state="announced").limit(MOST_WAITING).subquery()
     room = min(room, MOST_WAITING - session.execute(select(func.count()).select_from(waiting)).scalar_one())
     if len(keys) <= room:
         return keys
-    newest = {writer: _newest_read(session, run_id, writer) for writer in {key.writer for key in keys}}
-    return [
+    writers = list(dict.fromkeys(key.writer for key in keys[max(0, room) :]))[:_WRITERS_LOOKED_UP]
+    newest = {writer: _newest_read(session, run_id, writer) for writer in writers}
+    follows = {
         key
-        for place, key in enumerate(keys)
-        if place < room or newest[key.writer] < key.seq <= newest[key.writer] + FOLLOWING
-    ]
+        for key in keys
+        if key.writer in newest and newest[key.writer] < key.seq <= newest[key.writer] + FOLLOWING
+    }
+    return [key for place, key in enumerate(keys) if place < room or key in follows]
 
 
 def _newest_read(session: Session, run_id: int, writer: WriterId) -> int:

@@ -303,6 +303,10 @@ def test_announcements_beyond_what_may_wait_are_ignored_and_slow_the_recorder(an
     with statements(announced.driven.service.database) as executed:
         assert announced.answer(*keys(*range(2, 200))).json()["ignored"] == 198
     assert len(executed) < 10, "what is ignored costs no statements"
+    many = [key for number in range(200) for key in keys(1, writer=f"made{number}")]
+    with statements(announced.driven.service.database) as executed:
+        assert announced.answer(*many).json()["ignored"] == 200
+    assert len(executed) < 25, "nor do many writers"
     segments = announced.driven.segments(announced.run_id)
     assert len(segments) == MOST_WAITING
     assert ("w0", 1) in segments

@@ -236,7 +236,8 @@ class UpdatePolicy:
 
     def _stop(self, in_a_row: int) -> None:
         """Raise `StopTraining`; the update is not made."""
-        skipped = f", after {in_a_row - 1} skipped updates" if in_a_row > 1 else ""
+        was_skipped = self._policy.action == "skip" and in_a_row > 1
+        skipped = f", after {in_a_row - 1} skipped updates" if was_skipped else ""
         self._forget()
         self._recorder.stop(
             f"the gradients of step {self._recorder.step} are not finite{skipped}", source="gate policy"
