@@ -6,6 +6,7 @@ of eager code, are read directly.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -348,6 +349,14 @@ class JaxUpdates(KerasUpdates):
     def session(self) -> Session | None:
         """Return the recording."""
         return self._session
+
+    def updating(self, call: OptimizerCall) -> None:
+        """Note an update, and keep the state of an eager step that is stopped."""
+        try:
+            super().updating(call)
+        except StopTraining:
+            self._module.keep_state_of(sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
+            raise
 
     def update(self, call: OptimizerCall, loss: Any, trainer: Any) -> None:  # noqa: ARG002 - of the interface
         """Note an update; its loss was noted by JAX's gradient function."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import jax
@@ -34,6 +35,8 @@ def install() -> None:
 
 _PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 """The state of a training, in the order in which Keras passes it to a step."""
+
+_TRAINER = "keras.src.backend.jax.trainer"
 
 _trainers: list[weakref.ref[Any]] = []
 
@@ -74,6 +77,17 @@ def _keep_state(arguments: Sequence[Any]) -> None:
             return
     except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
         traced_updates.report("keras", error)
+
+
+def keep_state_of(frame: FrameType | None) -> None:
+    """Do the same for the eager step of Keras' trainer around a frame, which is not made: the step has its state in a local variable."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _TRAINER and isinstance(
+            frame.f_locals.get("state"), list | tuple
+        ):
+            _keep_state((frame.f_locals["state"],))
+            return
+        frame = frame.f_back
 
 
 def record_with(hook: Hook) -> None:

@@ -18,7 +18,7 @@ PROGRAM = Path(__file__).with_name("stopped_fit.py")
     not all(importlib.util.find_spec(name) for name in ("keras", "jax")),
     reason="Keras or JAX is not installed",
 )
-@pytest.mark.parametrize("kind", ["before_first_step", "between_steps"])
+@pytest.mark.parametrize("kind", ["before_first_step", "between_steps", "eager_before_first_step", "eager"])
 def test_a_stopped_fit_leaves_the_weights_in_the_model(kind: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(PROGRAM), kind],
