@@ -10,6 +10,7 @@ import {
   newestValue,
   nonfiniteRanges,
   seriesOf,
+  withoutCopies,
 } from "./loss-lines";
 import { flatten, jobStateText } from "./settings";
 
@@ -48,6 +49,13 @@ describe("scalars", () => {
       "other min",
       "other max",
     ]);
+  });
+
+  it("leaves out a loss that the program logs under another name", () => {
+    const read = line("loss", [1, 2], { derived: true });
+    const lines = [read, line("loss_2", [3, 4], { derived: true }), line("generator_loss", [1, 2])];
+    expect(withoutCopies(lines).map(({ tensor }) => tensor)).toEqual(["loss_2", "generator_loss"]);
+    expect(withoutCopies([read])).toEqual([read]);
   });
 
   it("names the rank of a line of one worker", () => {

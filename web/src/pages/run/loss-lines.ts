@@ -17,6 +17,14 @@ export function nameOfLine(line: Line, lines: readonly Line[]): string {
   return parts.length === 0 ? line.tensor : `${line.tensor} (${parts.join(", ")})`;
 }
 
+/** Return the lines without the losses read at `backward()` that equal one that the program logs under another name. */
+export function withoutCopies(lines: readonly Line[]): Line[] {
+  const places = ({ mode, worker, mean, count, nonfinite }: Line): string =>
+    JSON.stringify([mode, worker, mean, count, nonfinite]);
+  const logged = new Set(lines.filter(({ derived }) => !derived).map(places));
+  return lines.filter((line) => !line.derived || !logged.has(places(line)));
+}
+
 /** Return the lines of a chart, with gaps where nothing was recorded. Evaluations are dashed. */
 export function seriesOf(lines: readonly Line[], smoothing: number): LineSeries[] {
   return lines.map((line) => ({
