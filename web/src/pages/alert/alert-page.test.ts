@@ -6,6 +6,7 @@ import { barOf, describeDeviation, describeFinding, partOf, rankTensors } from "
 import {
   headlineOf,
   inactionOf,
+  otherRankOf,
   outcomeSentence,
   phaseSentence,
   roleOf,
@@ -97,6 +98,27 @@ describe("sentences", () => {
     expect(headlineOf(several)).toBe("Bad from step 18 on rank 0: at step 20: too large.");
     expect(roleOf(finding)).toBe("gradient of module fc, Linear");
     expect(roleOf({ ...finding, module: "", role: "loss" })).toBe("loss");
+  });
+
+  it("name the rank whose tensor is the first that is not finite", () => {
+    const input = {
+      tensor: "model:input",
+      statistic: "nonfinite_share",
+      worker: 1,
+      step: 20,
+      value: 0.001,
+      low: 0,
+      high: 0,
+      spreads: 1e6,
+    };
+    const parts = { deviations: [input], computation: ["model:input", "fc.weight:gradient"] };
+    expect(otherRankOf(pageOf({ ...parts, run: { workers: 2 } }))).toBe(
+      "In the order of the computation, model:input of rank 1 is the first with NaN or infinity.",
+    );
+    expect(otherRankOf(pageOf(parts))).toBe("");
+    expect(
+      otherRankOf(pageOf({ ...parts, run: { workers: 2 }, deviations: [{ ...input, worker: 0 }] })),
+    ).toBe("");
   });
 
   it("say what became of the run", () => {

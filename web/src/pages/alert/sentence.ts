@@ -1,5 +1,6 @@
 import type { Schemas } from "../../api/client";
 import { stepsLost } from "../run/verdict";
+import { rankTensors } from "./layers";
 
 // What fired and what became of the run, in sentences.
 
@@ -22,6 +23,18 @@ export function headlineOf(page: AlertPage): string {
   // A rule that waits for several findings describes the last of them.
   const at = finding.step > badFrom(page) ? `at step ${finding.step}: ` : "";
   return `Bad from step ${badFrom(page)}${rank}: ${at}${message}${/[.!?]$/.test(message) ? "" : "."}`;
+}
+
+/**
+ * Which tensor of another rank is the first with NaN or infinity, in one sentence; empty if there is none. Gradients are averaged over the ranks, and recorded on one of
+ * them, which need not be the rank whose data were bad.
+ */
+export function otherRankOf(page: AlertPage): string {
+  const { finding, run } = page;
+  const first = rankTensors(page)[0];
+  if (run.workers < 2 || first?.deviation?.statistic !== "nonfinite_share") return "";
+  if (first.worker === finding.worker || first.step > finding.step) return "";
+  return `In the order of the computation, ${shorten(first.tensor)} of rank ${first.worker} is the first with NaN or infinity.`;
 }
 
 /** The step from which the run is bad: the first of the findings that made the alert fire. */
