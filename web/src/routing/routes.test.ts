@@ -40,4 +40,10 @@ describe("routes", () => {
     ])
       expect(routeOf(path).page).toBe("unknown");
   });
+
+  it("names the rank whose rows a tensor's page shows", () => {
+    expect(links.tensor("p", "r", "a", 3, 1)).toBe("/projects/p/runs/r/tensors/a?step=3&workers=1");
+    expect(links.tensor("p", "r", "a", null, 0)).toBe("/projects/p/runs/r/tensors/a?workers=0");
+    expect(links.tensor("p", "r", "a", 3, null)).toBe("/projects/p/runs/r/tensors/a?step=3");
+  });
 });

@@ -60,8 +60,18 @@ export const links = {
     `${join("projects", project, "compare")}?runs=${runs.map(encodeURIComponent).join(",")}`,
   rules: (project: string): string => join("projects", project, "rules"),
   run: (project: string, run: string): string => join("projects", project, "runs", run),
-  tensor: (project: string, run: string, tensor: string, step?: number | null): string =>
-    join("projects", project, "runs", run, "tensors", tensor) + (step == null ? "" : `?step=${step}`),
+  /** A tensor, at a step, as one rank measured it. */
+  tensor: (
+    project: string,
+    run: string,
+    tensor: string,
+    step?: number | null,
+    rank?: number | null,
+  ): string => {
+    const query = [...(step == null ? [] : [`step=${step}`]), ...(rank == null ? [] : [`workers=${rank}`])];
+    const path = join("projects", project, "runs", run, "tensors", tensor);
+    return query.length === 0 ? path : `${path}?${query.join("&")}`;
+  },
   alert: (project: string, run: string, fingerprint: string): string =>
     join("projects", project, "runs", run, "alerts", fingerprint),
   trace: (
