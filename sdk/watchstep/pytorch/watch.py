@@ -528,10 +528,8 @@ class Watch:
         else:
             self._checks.suspect(step)
             self._missing.left_out()
-            if (
-                self._checks.has_damage(optimizer, updated) is False
-            ):  # the optimizer handles such gradients itself
-                self._record_applied(0.0)
+            if self._checks.checks(updated) and self._checks.has_damage(optimizer, updated) is False:
+                self._record_applied(0.0)  # the optimizer handles such gradients itself
         self._checks.after_update(optimizer, updated, step)
 
     def _record_applied(self, value: float) -> None:
@@ -632,7 +630,7 @@ class Watch:
             at_once = self._recorder.guarding is not None or self.update_policy is not None
             self._note_nonfinite(step, is_late=on_device and not at_once)
             self._attempts[optimizer] = replace(attempt, nonfinite=True)
-            if not on_device:  # there it may be of an earlier update
+            if not on_device and self._checks.checks(updated):  # on a device it may be of an earlier update
                 self._record_applied(1.0)
         self._schedule.check_floor()
         is_any_due = self._schedule.any_due(self._session.used_collections, step)

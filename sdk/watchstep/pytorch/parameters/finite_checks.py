@@ -190,6 +190,11 @@ class FiniteChecks:
             self._record([*written, *self._changed_buffers(step)], step)
             self._schedule.report_extra(since)
 
+    @staticmethod
+    def checks(updated: Updated) -> bool:
+        """Return whether this worker checks any of the parameters that an optimizer updates. Of equal replicas only the first does."""
+        return any(named.placement.records and named.parameter.requires_grad for named in updated.parameters)
+
     def has_damage(self, optimizer: Optimizer, updated: Updated) -> bool | None:
         """Return whether a parameter or its state that was finite at the start is non-finite; None if one of them is on a device."""
         written = [

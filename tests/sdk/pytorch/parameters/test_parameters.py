@@ -1,4 +1,4 @@
-"""Hyperparameters of optimizers, and parameters that get gradients but belong to no optimizer."""
+"""Hyperparameters of optimizers, parameters that get gradients but belong to no optimizer, and what replicas state of their updates."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from torch.optim import lr_scheduler
 
 from tests.sdk.training import EVERY_STEP, batches, recorded, small_model, train_step, watching, with_sgd
 from watchstep import Cadence, CaptureConfig, Hook, Run
+from watchstep.capture.steps.metric_names import NONFINITE_APPLIED
+from watchstep.format.tensors import Placement
+from watchstep.pytorch.names import ParameterPlacement
 
 STEPS = 6
 
@@ -242,3 +245,23 @@ def test_an_optimizer_of_a_copy_leaves_all_parameters_outside(tmp_path: Path) ->
     run = trained_with(tmp_path, model, torch.optim.SGD(small_model().parameters(), lr=0.1))
     assert not_in_optimizer(run) == sorted(f"{name}:not_in_optimizer" for name, _ in model.named_parameters())
     assert run.tensor("3.weight:not_in_optimizer").statistics().to_pydict()["step"] == [0, 25, 50]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_replica_that_checks_parameters_states_whether_bad_gradients_were_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    place = ParameterPlacement(Placement(replica=rank), Placement(replica=rank, stage="reduced"), 2)
+    monkeypatch.setattr("watchstep.pytorch.names.replica", lambda _group=None: place)
+    model, optimizer = with_sgd(small_model())
+    with Hook(tmp_path, run="r", config=EVERY_STEP) as hook:
+        hook.watch(model, optimizer, replicated=True)
+        for number, (x, y) in enumerate(batches(3)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x.fill_(torch.nan) if number else x), y).backward()
+            optimizer.step()
+    run = recorded(hook)
+    if rank:
+        assert NONFINITE_APPLIED not in run.tensors()
+    else:
+        assert run.tensor(NONFINITE_APPLIED).statistics()["mean"].to_pylist() == [1.0, 1.0]
