@@ -127,7 +127,7 @@ describe("sentences", () => {
       "The alert stopped the run; it ended after step 22, 3 steps lost.",
     );
     expect(outcomeSentence(pageOf({ run: { state: "completed" }, stop: { ...own, state: "done" } }))).toBe(
-      "It requested a stop: the job is gone. The run was not stopped by it: it completed, and ended after step 22, 3 steps lost.",
+      "It requested a stop: the job is gone. The run was not stopped by it: it completed, and ended after step 22.",
     );
     expect(outcomeSentence(pageOf({ stop: { ...own, state: "done" } }))).toBe(
       "It requested a stop: the job is gone. The run goes on, at step 22.",

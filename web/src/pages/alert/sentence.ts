@@ -95,10 +95,11 @@ export function outcomeSentence(page: AlertPage): string {
   }
 }
 
-/** When the run ended, and what that cost; an alert that was resolved cost nothing after that. */
+/** When the run ended, and what that cost. An alert that was resolved cost nothing after that, and whether steps of a run that completed are lost is not known. */
 function ended(page: AlertPage): string {
   const { alert, run } = page;
-  const lost = alert.phase === "resolved" ? "" : `, ${stepsLost(badFrom(page), run.last_step)}`;
+  const isLost = alert.phase !== "resolved" && run.state !== "completed";
+  const lost = isLost ? `, ${stepsLost(badFrom(page), run.last_step)}` : "";
   return `ended after step ${run.last_step}${lost}`;
 }
 
