@@ -124,7 +124,7 @@ def test_an_end_is_no_gap_while_the_inbox_has_only_the_first_segments() -> None:
 def test_look_ups_of_absent_segments_defer_the_project(driven: Driven) -> None:
     run_id = driven.register()
     driven.settle(run_id)
-    assert deferred_until_ns(driven) == 0
+    driven.change(Project, deferred_until_ns=0)  # on a busy machine, a listing may have deferred it already
     driven.judge(run_id, *made_up(1))
     assert deferred_until_ns(driven) > 0
 
