@@ -49,11 +49,16 @@ def recorded_steps(index: RunIndex) -> NDArray[np.int64]:
 
 
 def _distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return distinct rows, ascending. NumPy's own `unique` of rows compares them as bytes, which takes ten times as long."""
-    ordered = rows[np.lexsort(rows.T[::-1])]
-    changes = np.ones(len(ordered), np.bool_)
-    changes[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    return ordered[changes]
+    """Return distinct rows, ascending. NumPy's own `unique` of rows compares them as bytes, which takes several times as long."""
+    rows = _without_repetitions(rows)  # rows of a segment are in the order of their steps
+    return _without_repetitions(rows[np.lexsort(rows.T[::-1])])
+
+
+def _without_repetitions(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rows that differ from the one before."""
+    changes = np.ones(len(rows), np.bool_)
+    changes[1:] = (rows[1:] != rows[:-1]).any(axis=1)
+    return rows[changes]
 
 
 def last_steps(store: Store, attempt: str) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """The training program of the demo: a plain PyTorch loop without any reference to Watchstep.
 
-A convolutional network learns scikit-learn's handwritten digits; a step takes some 20 ms on one core, as long as those of many real programs
-and long enough for statistics every few steps. The data has two parts, and the training uses the second one
+A convolutional network learns scikit-learn's handwritten digits; a step takes some 20 ms on one core, long enough
+for statistics every few steps. The data has two parts, and the training uses the second one
 later. With ``--fault`` one value of the second part is missing and read as NaN. This is the bug of Stack Overflow question 53640858,
 where a single NaN in the inputs turns the loss and every weight into NaN.
 """
