@@ -86,7 +86,6 @@ def test_the_scan_finds_private_names() -> None:
     assert len(list(_private_uses(source, frozenset()))) == 4
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("folder", GUARDED)
 def test_private_names_of_frameworks_are_looked_up_in_one_module(folder: str) -> None:
     own = _own_names()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 from watchstep.capture.framework_names import FrameworkName, FrameworkNames
@@ -10,6 +12,7 @@ from watchstep.capture.framework_names import FrameworkName, FrameworkNames
 _UPDATES = "updates"
 _SCALED = "updates under dynamic loss scaling"
 _LOSSES = "losses of batches"
+_JAX_TRAINER = "keras.src.backend.jax.trainer"
 _STATE = "weights of a model whose fit is stopped, on JAX"
 
 at = FrameworkName.at
@@ -31,9 +34,9 @@ keras_names = FrameworkNames(
         "is_state_kept": at(_STATE, "keras:*._jax_state_synced"),
         "jax_compiler": at(
             "updates of compiled steps on JAX",
-            "keras.src.backend.jax.trainer:jit",
+            f"{_JAX_TRAINER}:jit",
             # Where it is looked up at each call, it has been replaced.
-            "keras.src.backend.jax.trainer:jax.jit",
+            f"{_JAX_TRAINER}:jax.jit",
         ),
     },
 )
@@ -64,3 +67,9 @@ def replace_compiler(plain: Any, replacement: Any) -> None:
 def set_state(trainer: Any, state: dict[str, Any]) -> None:
     """Replace the state that Keras assigns to a model's variables when ``fit`` ends, on JAX. Before the first step, the model has none."""
     trainer._jax_state = state  # noqa: SLF001 - as above
+
+
+def state_of_step(frame: FrameType) -> Sequence[Any] | None:
+    """Return the state of a training in a frame of the trainer on JAX; None for other frames."""
+    state = frame.f_locals.get("state") if frame.f_globals.get("__name__") == _JAX_TRAINER else None
+    return state if isinstance(state, list | tuple) else None

@@ -14,7 +14,7 @@ from watchstep.capture.steps.metric_names import SCALE
 from watchstep.hook import Hook
 from watchstep.jax import compiled_steps, optimizers, recording, traced_updates
 from watchstep.jax.traced_updates import TracedUpdate
-from watchstep.keras.internals import keras_names, replace_compiler, set_state
+from watchstep.keras.internals import keras_names, replace_compiler, set_state, state_of_step
 from watchstep.keras.optimizer_calls import OptimizerCall
 from watchstep.updates.parameter_names import parameter_words
 from watchstep.updates.program_updates import check_policy
@@ -35,8 +35,6 @@ def install() -> None:
 
 _PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 """The state of a training, in the order in which Keras passes it to a step."""
-
-_TRAINER = "keras.src.backend.jax.trainer"
 
 _trainers: list[weakref.ref[Any]] = []
 
@@ -82,10 +80,9 @@ def _keep_state(arguments: Sequence[Any]) -> None:
 def keep_state_of(frame: FrameType | None) -> None:
     """Do the same for the eager step of Keras' trainer around a frame, which is not made: the step has its state in a local variable."""
     while frame is not None:
-        if frame.f_globals.get("__name__") == _TRAINER and isinstance(
-            frame.f_locals.get("state"), list | tuple
-        ):
-            _keep_state((frame.f_locals["state"],))
+        state = state_of_step(frame)
+        if state is not None:
+            _keep_state((state,))
             return
         frame = frame.f_back
 
