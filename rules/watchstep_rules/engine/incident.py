@@ -359,7 +359,7 @@ def explain(config: RuleConfig, transition: Transition) -> Explanation:
             f"{_load(transition)}"
         ),
         since_step=transition.since_step,
-        seen=finding.message,
+        seen=_seen(transition),
         where=_where(finding),
         against=f"{number_text(finding.value)}, threshold {number_text(finding.threshold)}",
         since=_since(config, transition),
@@ -388,10 +388,10 @@ def sentence(words: str) -> str:
 
 
 def event_message(config: RuleConfig, transition: Transition, run: RunName) -> str:
-    """The message of an event: the rule config's own message, or the finding's."""
+    """The message of an event: the rule config's own message, or the finding's, with its step if that is not the alert's."""
     finding = _finding_of(transition)
     if config.message is None:
-        return finding.message
+        return _seen(transition)
     values = {
         "name": config.name,
         "rule": config.rule,
@@ -418,6 +418,13 @@ def event_message(config: RuleConfig, transition: Transition, run: RunName) -> s
 def _finding_of(transition: Transition) -> Finding:
     assert transition.finding is not None  # firing and resolved transitions have a finding
     return transition.finding
+
+
+def _seen(transition: Transition) -> str:
+    """The finding's message, with its step if an earlier finding made the run bad: a rule that waits for several describes the last."""
+    finding = _finding_of(transition)
+    at = f"at step {finding.step}: " if finding.step > transition.since_step else ""
+    return at + finding.message
 
 
 def _load(transition: Transition) -> str:

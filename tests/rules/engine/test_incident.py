@@ -260,7 +260,7 @@ def test_an_explanation_states_what_where_against_what_and_since_when() -> None:
     assert explanation == Explanation(
         title="exploding_gradient (warning) firing: bad from step 50",
         since_step=50,
-        seen="norm is 1.23e+06, over 150",
+        seen="at step 54: norm is 1.23e+06, over 150",
         where="encoder.1.weight:gradient: gradient of module encoder.1 (Linear); worker 0, mode train",
         against="1,234,567, threshold 150",
         since="step 50, up to step 54 when it had lasted for 5 judged steps in a row and 3 s",
@@ -297,7 +297,7 @@ def test_a_tensor_without_a_module_states_what_it_is() -> None:
 
 
 def test_an_event_has_the_message_of_the_config() -> None:
-    assert event_message(config(), firing(found()), RUN) == "norm is 1.23e+06, over 150"
+    assert event_message(config(), firing(found()), RUN) == "at step 54: norm is 1.23e+06, over 150"
     text = "{label.team} {project}/{run} {{{step}}} {value} > {threshold}"
     own = config(labels={"team": "vision"}, message=text)
     assert event_message(own, firing(found()), RUN) == "vision vision/night {54} 1,234,567 > 150"

@@ -19,7 +19,9 @@ from watchstep_services.api.schemas.models import ControlData
 from watchstep_services.api.schemas.problems import documented
 from watchstep_services.db.models import RunRow
 from watchstep_services.runs import control as run_control
+from watchstep_services.runs.lifecycle import ENDED
 from watchstep_services.service.context import Service
+from watchstep_services.tenancy import ConflictError
 
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/control", tags=["control"])
 
@@ -96,7 +98,7 @@ def get_control(project: str, run: str, service: Served, response: Response) -> 
 )
 @permits("operate")
 def request_snapshot(project: str, run: str, body: SnapshotInput, service: Served) -> SnapshotRequested:
-    """Request that each worker of an attempt records all weights and gradients of a step."""
+    """Request that each worker of an attempt records all weights and gradients of a step. The attempt has not ended."""
     with service.database.write() as session:
         row = find_run(session, project, run)
         if not (body.attempt or row.attempt):
@@ -104,6 +106,11 @@ def request_snapshot(project: str, run: str, body: SnapshotInput, service: Serve
                 f"run {project}/{run}: has no attempt yet", "request the snapshot after the run has started"
             )
         attempt = check_name("attempt", body.attempt or row.attempt)
+        if attempt == row.attempt and row.state in ENDED:
+            raise ConflictError(
+                f"run {project}/{run}: attempt {attempt} has ended ({row.state}), so that no worker can record a snapshot",
+                "request it while the run is running",
+            )
         step = row.last_step + 1 if body.step is None else body.step
         request = SnapshotRequest(f"requested-{uuid.uuid4()}", step, attempt)
         action = run_control.request_snapshot(session, row.id, request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from tests.services.api.conftest import Api
 from tests.services.recording import Recording
@@ -54,6 +55,18 @@ def test_a_snapshot_request_is_in_the_document_and_on_the_store(api: Api, record
         SnapshotRequest(control["id"], 10, "a1"),
         SnapshotRequest(second["id"], 400, "a1"),
     )
+
+
+def test_a_snapshot_of_an_attempt_that_has_ended_is_refused(api: Api, recording: Recording) -> None:
+    with api.driven.service.database.write() as session:
+        session.execute(update(RunRow).values(state="completed"))
+    refused = api.call("POST", f"{RUN}/control/snapshots", {})
+    assert refused.status_code == 409
+    assert (
+        "attempt a1 has ended (completed), so that no worker can record a snapshot"
+        in refused.json()["detail"]
+    )
+    assert act(api) == []
 
 
 def test_a_cadence_is_set_and_reset(api: Api, recording: Recording) -> None:
