@@ -77,21 +77,22 @@ class Listening:
     def __init__(self, hook: Hook) -> None:
         self.watches = list(hook._watches)  # noqa: SLF001 - a program never puts them aside
         modules = [module for watch in self.watches for module in watch.model.modules()]
-        hooks = [module._forward_hooks for module in modules]  # noqa: SLF001 - have no public name
-        hooks += [module._forward_pre_hooks for module in modules]  # noqa: SLF001
-        roots = {id(watch.model) for watch in self.watches}
-        owners = [module for _ in range(2) for module in modules]
-        self._hooks = [
-            (entries, dict(entries), id(owner) in roots) for owner, entries in zip(owners, hooks, strict=True)
-        ]
+        self._hooks = [module._forward_hooks for module in modules]  # noqa: SLF001 - have no public name
+        self._hooks += [module._forward_pre_hooks for module in modules]  # noqa: SLF001
+        self._aside: list[dict[Any, Any]] = []
         lists: list[list[Any]] = [kind._listeners for kind in (losses, optimizer_steps, amp, clipping)]  # noqa: SLF001
         self._listeners = [(entries, list(entries)) for entries in lists]
 
-    def set(self, *, modules: bool, losses: bool = True, steps: bool = True, layers: bool = True) -> None:
+    def set(self, *, modules: bool, losses: bool = True, steps: bool = True) -> None:
         """Choose what is called: hooks of models and of the modules in them, the wrapper of ``backward()``, and hooks of optimizers."""
-        for hooks, all_hooks, is_root in self._hooks:
-            hooks.clear()
-            hooks.update(all_hooks if modules and (layers or is_root) else {})
+        if modules:
+            for hooks, put_aside in zip(self._hooks, self._aside, strict=False):
+                hooks.update(put_aside)
+            self._aside = []
+        elif not self._aside:  # layers have hooks in some passes only
+            self._aside = [dict(hooks) for hooks in self._hooks]
+            for hooks in self._hooks:
+                hooks.clear()
         for (listeners, all_listeners), is_on in zip(
             self._listeners, (losses, steps, steps, steps), strict=True
         ):

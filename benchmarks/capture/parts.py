@@ -29,7 +29,6 @@ _PARTS = {
     "none, once more": {"modules": False, "losses": False, "steps": False},
     "all": {"modules": True, "losses": True, "steps": True},
     "all but module hooks": {"modules": False, "losses": True, "steps": True},
-    "all but hooks of layers": {"modules": True, "losses": True, "steps": True, "layers": False},
     "all but backward()": {"modules": True, "losses": False, "steps": True},
     "all but optimizer hooks": {"modules": True, "losses": True, "steps": False},
 }

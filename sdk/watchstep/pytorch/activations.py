@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ from watchstep.pytorch.probes.activations import (
     activation_kind,
 )
 from watchstep.pytorch.probes.weights import Unchanged
+from watchstep.pytorch.saved_outputs import SavedOutputs
 from watchstep.pytorch.tensors import full_tensors
 
 # Called for each module of each pass, so they are not looked up there.
@@ -210,6 +211,10 @@ _DISPATCH_SECONDS = 15e-6
 have replaced PyTorch's code and the module in the caches. Measured on an EPYC (Zen 4) as the difference of a module with an empty hook to one without."""
 
 
+_REMOVED = object()
+"""The output of a call of a hook that was removed meanwhile by another thread: PyTorch leaves the keywords out."""
+
+
 @dataclass
 class _Flow:
     """An input or output of a module.
@@ -239,6 +244,8 @@ class _Observed:
         input: Its input.
         channels, tokens, activity: Probes of its output and input.
         measured: Step and pass in which it was measured last.
+        describe: Describes its output for `SavedOutputs`.
+        hook: Its hook; None for the model itself.
     """
 
     path: str
@@ -249,6 +256,8 @@ class _Observed:
     tokens: TokenProbe | None
     activity: UnitActivity | None
     measured: tuple[int, int] = (-1, -1)
+    describe: Describe | None = None
+    hook: _LayerHook | None = None
 
     def probes(self, given: Any, output: list[Tensor], step: int, mode: Mode) -> tuple[Probe, ...]:
         """Return probes of one pass in addition to the output's row.
@@ -273,6 +282,41 @@ class _Observed:
         return tuple(probe for probe in probes if probe is not None)
 
 
+class _LayerHook:
+    """The hook of a layer, which is removed for passes without measurements: any hook makes each call of a module slower.
+
+    Attributes:
+        is_called: Whether it has ever been called. In compiled code it is not, and PyTorch would compile anew if it came and went.
+    """
+
+    __slots__ = ("_call", "_handle", "_module", "is_called")
+
+    def __init__(self, module: nn.Module, call: ModuleHook) -> None:
+        self._module, self._call = module, call
+        self._handle: RemovableHandle | None = None
+        self.is_called = False
+        self.register()
+
+    def register(self) -> None:
+        """Register it if it is not."""
+        if self._handle is None:
+            self._handle = self._module.register_forward_hook(self._call, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Remove it if it is registered."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+
+
+class Removable(Protocol):
+    """A registered hook."""
+
+    def remove(self) -> None:
+        """Remove it."""
+        ...
+
+
 class _UnmeasuredPass:
     """A training pass of the model's own ``forward`` in which nothing is due, so that hooks only note outputs.
 
@@ -280,13 +324,15 @@ class _UnmeasuredPass:
         step: Step of the pass; -1 outside of such a pass.
         thread: Thread of the pass.
         time_ns: Time of the pass, in nanoseconds since the epoch.
+        output: The output of the model in the last such pass.
         note: Notes an output, see `LiveOutputs.append`.
     """
 
-    __slots__ = ("note", "recorder", "session", "step", "thread", "time_ns")
+    __slots__ = ("note", "output", "recorder", "session", "step", "thread", "time_ns")
 
     def __init__(self, session: Session, live: LiveOutputs) -> None:
         self.step, self.thread, self.time_ns = -1, -1, 0
+        self.output: weakref.ref[Tensor] | None = None
         self.recorder, self.session, self.note = session.recorder, session, live.append
 
 
@@ -305,14 +351,15 @@ class _NotingHook(ModuleHook):
         super().__init__(call)
         self._unmeasured, self._describe, self._of_input = unmeasured, describe, of_input
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any = _REMOVED) -> None:
         """Note the output of the module, or its only argument, or measure it."""
-        if is_compiling():
+        if output is _REMOVED or is_compiling():
             return
         unmeasured = self._unmeasured
         noted = output
         if self._of_input:
             noted = args[0] if len(args) == 1 and not kwargs else None
+            unmeasured.output = weakref.ref(output) if type(output) is Tensor else None
         if (
             unmeasured.step == unmeasured.recorder.step
             and type(noted) is Tensor
@@ -330,9 +377,11 @@ class _NotingHook(ModuleHook):
 class ActivationHooks:
     """Forward hooks on those modules of a model that have recorded outputs or inputs.
 
+    Layers have their hooks in passes in which something is due, and as long as they are needed to name outputs: until the graphs of the
+    program are known, in programs that call layers outside of the model's own ``forward``, and where graphs cannot be read.
+
     Attributes:
         live: Outputs of the current pass, for the case that its loss is not finite.
-        dispatch_seconds: Approximate seconds that PyTorch takes for calling all hooks in a pass.
     """
 
     def __init__(
@@ -341,7 +390,7 @@ class ActivationHooks:
         names: Names,
         kernel: Kernel,
         passes: ForwardPasses,
-        handles: list[RemovableHandle],
+        handles: list[Removable],
         part_called: Callable[[str, Mode], None],
     ) -> None:
         """Register the hooks.
@@ -363,6 +412,10 @@ class ActivationHooks:
         self._kernel = kernel
         self._passes = passes
         self._part_called = weakref.WeakMethod(part_called)  # a cycle would keep the model until a collection
+        self._layers: list[_LayerHook] = []
+        self._has_hooks, self._has_parts = True, False
+        self._measured = (-1, 0)
+        self._saved_outputs = SavedOutputs()
         self._unseen: set[str] = set()
         self._hooked_collections: set[tuple[str, ...]] = set()
         self._pass = 0
@@ -381,10 +434,14 @@ class ActivationHooks:
             except Exception as error:  # noqa: BLE001 - a module whose attributes raise: the others are recorded
                 session.health.fault("activations", error)
         self._hooked = hooked
-        self.dispatch_seconds = _DISPATCH_SECONDS * hooked
+
+    @property
+    def dispatch_seconds(self) -> float:
+        """Approximate seconds that PyTorch takes for calling the present hooks in a pass."""
+        return _DISPATCH_SECONDS * (self._hooked if self._has_hooks else self._hooked - len(self._layers))
 
     def _listen(
-        self, names: Names, order: int, path: str, module: nn.Module, handles: list[RemovableHandle]
+        self, names: Names, order: int, path: str, module: nn.Module, handles: list[Removable]
     ) -> bool:
         """Register a hook on a module. Returns whether there is anything to record."""
         config = self._session.config
@@ -419,7 +476,14 @@ class ActivationHooks:
             of_input = noted[0] is observed.input
             describe = self._describe(noted[0])
             hook = _NotingHook(self._hook(observed), self._unmeasured, describe, of_input=of_input)
-        handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        if tensors.ACTIVATIONS in observed.output.info.collections:
+            observed.describe = self._describe(observed.output)
+        if is_model:
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        else:
+            observed.hook = _LayerHook(module, hook)
+            self._layers.append(observed.hook)
+            handles.append(observed.hook)
         if is_leaf:
             self._unseen.add(observed.path)
         return True
@@ -438,38 +502,82 @@ class ActivationHooks:
         self._saved.clear()
 
     def enter(self, mode: Mode | None) -> None:
-        """Begin the model's own ``forward``. If nothing is due in this pass, most hooks only note their outputs.
+        """Begin the model's own ``forward``. If nothing is due in this pass, layers have no hooks, or hooks that only note their outputs.
 
         Args:
             mode: Mode of the pass; None if it is not recorded.
         """
         self._unmeasured.step = -1
-        self._begin_unmeasured(mode)
+        if mode is not None and self._hooked:
+            self._decide_for(mode)
+            is_due = self._session.full_tensors.active or self._any_due(mode)
+            self._keep_hooks(is_due or self._has_parts or not self._saved_outputs.is_ready)
+            learns = mode == "train" and self._has_hooks and self._saved_outputs.begin()
+            if mode == "train" and not (is_due or learns or self._unseen):
+                self._unmeasured.step, self._unmeasured.thread = self._recorder.step, get_ident()
+                self._unmeasured.time_ns = time.time_ns()
         self._schedule.dispatched(self.dispatch_seconds)
 
-    def _begin_unmeasured(self, mode: Mode | None) -> None:
-        if mode != "train" or not self._hooked or self._unseen or self._session.full_tensors.active:
+    def _any_due(self, mode: Mode) -> bool:
+        """Return whether something is due for a module in a pass that begins."""
+        step = self._recorder.step
+        if not self._schedule.any_due(self._session.used_collections, step):
+            return False
+        due = [
+            charged for chosen in self._hooked_collections if (charged := self._due(chosen, mode)) is not None
+        ]
+        if mode != "train" or self._measured != (step, self._hooked):
+            return bool(due)
+        return not all(self._schedule.is_sampled(charged, step) for charged in due)
+
+    def _keep_hooks(self, needed: bool) -> None:
+        """Register the hooks of layers, or remove those that have been called."""
+        if needed == self._has_hooks:
             return
-        self._decide_for(mode)
-        is_any_due = self._schedule.any_due(self._session.used_collections, self._recorder.step)
-        if not is_any_due or all(self._due(chosen, mode) is None for chosen in self._hooked_collections):
-            self._unmeasured.step, self._unmeasured.thread = self._recorder.step, get_ident()
-            self._unmeasured.time_ns = time.time_ns()
+        self._has_hooks = needed
+        for layer in self._layers:
+            if needed:
+                layer.register()
+            elif layer.is_called:
+                layer.remove()
 
     def leave(self) -> None:
         """End the model's own ``forward``."""
         self._unmeasured.step = -1
 
-    def record_live(self) -> None:
-        """Measure the outputs that still exist, unless this pass has already been measured."""
-        for group, outputs, time_ns in self.live.alive():
-            self._recorder.add(group, self._kernel.measure(outputs), time_ns=time_ns)
+    def learn(self, root: Any) -> None:
+        """Learn where the outputs of a measured pass are in the graph of its loss, given its backward function."""
+        self._saved_outputs.learn(root)
+
+    def record_live(self, root: Any) -> None:
+        """Measure the outputs that still exist, unless this pass has already been measured.
+
+        Args:
+            root: Backward function of the loss of the pass; None if it is not known.
+        """
+        outputs = [] if self._has_hooks else self._outputs_in_graph(root)
+        for group, tensors_of_group, time_ns in (*outputs, *self.live.alive()):
+            self._recorder.add(group, self._kernel.measure(tensors_of_group), time_ns=time_ns)
+
+    def _outputs_in_graph(self, root: Any) -> list[tuple[Group, list[Tensor], int]]:
+        """Return the outputs of this pass that its graph has saved, with their groups and the time of the pass."""
+        model_output = self._unmeasured.output
+        saved = self._saved_outputs.of(root, None if model_output is None else model_output())
+        if saved is None:  # in the next pass of such a form, hooks note the outputs
+            self._saved_outputs.give_up()
+            return []
+        described = (describe(output) for describe, output in saved)
+        return [(*found, self._unmeasured.time_ns) for found in described if found is not None]
 
     def _hook(self, observed: _Observed) -> Callable[[nn.Module, Any, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any = _REMOVED) -> None:
             if capturing():
                 return
+            if output is _REMOVED:
+                return
             self._unseen.discard(observed.path)
+            if observed.hook is not None:
+                observed.hook.is_called = True
             try:
                 self._observe(observed, module, (args, kwargs), output)
             except Exception as error:  # noqa: BLE001 - errors of the recorder never reach training
@@ -485,10 +593,16 @@ class ActivationHooks:
             part_called = self._part_called()
             if part_called is not None:
                 part_called(observed.path, mode)
+            self._has_parts = True
         self._decide_for(mode)
         if self._session.full_tensors.active:
             self._save(observed.output, output, mode)
             self._save(observed.input, given, mode)
+        if mode == "train":
+            if observed.describe is not None:
+                self._saved_outputs.note(observed.describe, output)
+            if observed.is_model:
+                self._saved_outputs.note_model(output)
         collections = observed.output.info.collections
         if collections:
             charged = self._due_of(observed, collections, mode)
@@ -553,6 +667,9 @@ class ActivationHooks:
             return charged
         if observed.measured[0] == place[0] and self._schedule.is_sampled(charged, place[0]):
             return None
+        if observed.measured[0] != place[0]:
+            step, modules = self._measured
+            self._measured = (place[0], modules + 1 if step == place[0] else 1)
         observed.measured = place
         return charged
 

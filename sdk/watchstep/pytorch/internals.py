@@ -283,6 +283,29 @@ def offset_of_shard(shape: Sequence[int], mesh: Any, placements: Any) -> Sequenc
     return None
 
 
+# --- Graphs of autograd -------------------------------------------------------------------------------------------------------
+
+_PERMANENT_HOOKS = "nothing is lost: hooks of layers stay in passes without measurements, which costs time"
+
+_saved_hooks = Name("torch._C._autograd._top_saved_tensors_default_hooks", _PERMANENT_HOOKS)
+_base = Name("torch.Tensor._base", _PERMANENT_HOOKS)
+
+
+def reads_graphs() -> bool:
+    """Return whether the tensors that a graph has saved can be found."""
+    return not (_node_number.is_missing or _saved_hooks.is_missing or _base.is_missing)
+
+
+def packs_saved_tensors() -> bool:
+    """Return whether what operations save for the backward pass is packed by the program, as in activation checkpointing."""
+    return _saved_hooks.value(False) is not None
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which another one is a view; None if it is none."""
+    return tensor._base  # noqa: SLF001 - as above
+
+
 # --- Modules ------------------------------------------------------------------------------------------------------------------
 
 norm_base = Name(

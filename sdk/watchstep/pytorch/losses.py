@@ -241,6 +241,7 @@ class BackwardLoss:
         number: The value; None if it is on a device, which is not waited for.
         function: Name of the function that computed it, as returned by `loss_function`.
         divisor: Number by which the program divided it last; 1 if it did not.
+        root: Backward function of the loss, while its backward pass has not begun. Whoever keeps the loss keeps the graph.
     """
 
     place: Place
@@ -248,6 +249,7 @@ class BackwardLoss:
     number: complex | None
     function: str = ""
     divisor: float = 1.0
+    root: Any = None
 
 
 class LossListener(Protocol):
@@ -349,7 +351,7 @@ def _notify(loss: Tensor, frame: FrameType) -> None:
     else:
         function, divisor = getattr(loss, _FUNCTION, ""), getattr(loss, _DIVISOR, 1.0)
     number = value.item() if value.device.type == "cpu" else None
-    observed = BackwardLoss(_place_of(frame), value, number, function, divisor)
+    observed = BackwardLoss(_place_of(frame), value, number, function, divisor, loss.grad_fn)
     for reference in tuple(_listeners):  # it may change meanwhile
         if (listener := reference()) is not None:
             listener.found(observed)

@@ -10,7 +10,6 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from watchstep.capture.steps.metric_names import LOADED, NONFINITE_APPLIED
 from watchstep.capture.steps.own_work import own_work
@@ -20,7 +19,7 @@ from watchstep.format import tensors
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch import device_kernel, internals, losses
-from watchstep.pytorch.activations import ActivationHooks, ForwardPasses, PartPasses
+from watchstep.pytorch.activations import ActivationHooks, ForwardPasses, PartPasses, Removable
 from watchstep.pytorch.buffers import Buffers
 from watchstep.pytorch.bundles.bundler import Bundler
 from watchstep.pytorch.function_calls import FunctionCalls
@@ -203,7 +202,7 @@ class Watch:
         self._passes = ForwardPasses(session, names.model)
         self._parts = PartPasses(session.recorder)
         self._calls = FunctionCalls(session, names, kernel)
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Removable] = []
         try:
             self._listen(names, kernel)
         except BaseException:
@@ -272,8 +271,10 @@ class Watch:
             self.bundler.inputs.backward(loss.value)
         is_bad = self._config.gate and self._gate.loss_is_bad(loss.value, loss.number, name or "")
         if is_bad:
-            self._measure_bad_pass(is_late=loss.value.device.type != "cpu")
+            self._measure_bad_pass(loss)
             self._suspect()
+        else:
+            self._activations.learn(loss.root)
         self._missing.backward_begins(finite=not is_bad)
         if self.counts_steps and not is_bad:  # a program may skip the update of a non-finite loss
             self._overdue.backward_begins()
@@ -282,7 +283,7 @@ class Watch:
             self._detect_onsets(loss)
             self._record_loss(loss, name)
             if self._schedule.bursts > bursts:
-                self._measure_live()
+                self._measure_live(loss.root)
 
     def failed(self, error: Exception) -> None:
         """Count a fault in the observation of losses, steps or closures outside this watch."""
@@ -295,10 +296,10 @@ class Watch:
         for name, value in self._gate.late_losses():
             self._session.onsets.add(name, value, derived=True)
 
-    def _measure_live(self) -> None:
-        """Measure outputs that still exist at an onset: they are of the batch of this loss."""
+    def _measure_live(self, root: Any) -> None:
+        """Measure outputs that still exist at an onset: they are of the batch of the loss with this backward function."""
         since = self._schedule.now()
-        self._activations.record_live()
+        self._activations.record_live(root)
         self._schedule.report_extra(since)
 
     def _record_loss(self, loss: BackwardLoss, name: str | None) -> None:
@@ -537,17 +538,16 @@ class Watch:
         if self._records_applied:
             self._recorder.scalar(self._applied, value)
 
-    def _measure_bad_pass(self, *, is_late: bool) -> None:
-        """Measure remaining outputs of the forward pass, and the rest of this step, because the loss is not finite, if limits permit.
+    def _measure_bad_pass(self, loss: BackwardLoss) -> None:
+        """Measure remaining outputs of the forward pass, and the rest of this step, because a loss is not finite, if limits permit.
 
-        Args:
-            is_late: Whether the loss is of an earlier pass, and has just arrived from a device.
+        The loss in host memory is of this pass, that of a device of an earlier one.
         """
         if self._schedule.demand(self._recorder.step):
             since = self._schedule.now()
-            self._activations.record_live()
+            self._activations.record_live(loss.root)
             self._schedule.spent(tensors.ACTIVATIONS, since)
-        self._note_nonfinite(self._recorder.step, is_late=is_late)
+        self._note_nonfinite(self._recorder.step, is_late=loss.value.device.type != "cpu")
 
     def _begin_update(self, optimizer: Optimizer, updated: Updated) -> bool:
         """Handle an optimizer that is about to update. Returns whether it has watched parameters."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -43,8 +44,8 @@ class Attachment:
         """Do nothing yet."""
 
     def found(self, loss: BackwardLoss) -> None:
-        """Keep the losses of the current step."""
-        self._losses = [*self._losses[-_MAX_LOSSES + 1 :], loss]
+        """Keep the losses of the current step, without their graphs."""
+        self._losses = [*self._losses[-_MAX_LOSSES + 1 :], replace(loss, root=None)]
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
         """Start recording at the first step, unless the program records itself."""

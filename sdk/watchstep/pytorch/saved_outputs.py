@@ -1,0 +1,260 @@
+"""Outputs of modules that the autograd graph of a loss keeps in memory, found without a hook of each module.
+
+A pass with hooks shows which backward function has made the output of a module, and which functions have saved it. Graphs of the same form
+have the same functions in the same order of execution, with the same parameters. So the outputs of a later pass are named by the plan of an earlier one.
+
+Nothing of a graph is kept: functions are known by their sequence numbers, and outputs by the addresses of their memory, while their pass lasts. A function
+can only have saved an output that existed when it ran, so that the address of its input identifies it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from watchstep.pytorch import internals
+from watchstep.pytorch.gate import Describe
+
+_MAX_FUNCTIONS = 50_000
+"""Maximum number of functions of a graph that is searched: a recurrent network over many steps has more than it has layers."""
+
+_MAX_FORMS = 16
+"""Maximum number of forms of graphs. A program with more of them, such as one that chooses layers at random, needs its hooks."""
+
+_FIRST_PASSES = 3
+"""Number of measured passes whose graphs are searched before hooks are removed."""
+
+_VIEWS = frozenset(
+    (
+        "View", "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "Alias", "Squeeze", "Unsqueeze",
+        "Split", "SplitWithSizes", "Slice", "Select", "Unbind", "AsStrided",
+    )
+)  # fmt: skip
+"""Functions whose results share the memory of their inputs, by their names before ``Backward``."""
+
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """The output of a module that its hook has seen.
+
+    Attributes:
+        describe: Describes it, see `Describe`.
+        number: Sequence number of the function that made it.
+        memory: Address, number of elements and type.
+    """
+
+    describe: Describe
+    number: int
+    memory: tuple[int, int, Any]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the output of a module is found in a graph.
+
+    Attributes:
+        describe: Describes it.
+        function: Place of the function that saved it, in the order of execution; None if it is the output of the model.
+        attribute: Name of the saved tensor.
+        is_base: Whether the output is the tensor of which the saved one is a view.
+    """
+
+    describe: Describe
+    function: int | None = None
+    attribute: str = ""
+    is_base: bool = False
+
+
+class SavedOutputs:
+    """Outputs of the modules of one model in graphs of known forms.
+
+    Attributes:
+        is_ready: Whether the graphs of this program have one of few known forms, so that hooks need not note outputs.
+    """
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self._gives_up = not internals.reads_graphs()
+        self._passes = 0
+        self._is_learning = False
+        self._noted: list[_Noted] = []
+        self._number_of_model = -1
+        self._plans: dict[tuple[Any, ...], list[_Place]] = {}
+
+    def begin(self) -> bool:
+        """Begin a training pass in which layers have hooks. Graphs of the first ones are searched, and then ever fewer. Returns whether this one's is."""
+        self._noted.clear()
+        self._number_of_model = -1
+        self._passes += 1
+        is_power = not self._passes & (self._passes - 1)
+        self._is_learning = not self._gives_up and (self._passes <= _FIRST_PASSES or is_power)
+        return self._is_learning
+
+    def note(self, describe: Describe, output: Any) -> None:
+        """Note the output of a module."""
+        if not self._is_learning:
+            return
+        if internals.packs_saved_tensors():  # to read what is packed may compute it again
+            self.give_up()
+        elif type(output) is Tensor and output.layout is torch.strided and output.grad_fn is not None:
+            memory = (output.data_ptr(), output.numel(), output.dtype)
+            self._noted.append(_Noted(describe, internals.number_of(output.grad_fn), memory))
+
+    def note_model(self, output: Any) -> None:
+        """Note the output of the model itself, which the program may keep: often that of its last layer."""
+        if self._is_learning and type(output) is Tensor and output.grad_fn is not None:
+            self._number_of_model = internals.number_of(output.grad_fn)
+
+    def learn(self, root: Any) -> None:
+        """Learn where the noted outputs are in the graph of their loss.
+
+        Args:
+            root: Backward function of the loss; None without one.
+        """
+        noted = list(self._noted)
+        self._noted.clear()
+        if not noted or root is None:
+            return
+        functions = _functions(root)
+        if functions is None:
+            self.give_up()
+            return
+        form = _form(functions)
+        if form not in self._plans:
+            if len(self._plans) >= _MAX_FORMS:
+                self.give_up()
+                return
+            self._plans[form] = _plan(functions, noted, self._number_of_model)
+        self.is_ready = self._passes >= _FIRST_PASSES and any(self._plans.values())
+
+    def give_up(self) -> None:
+        """Learn no more: the hooks of modules stay."""
+        self.is_ready, self._is_learning, self._gives_up = False, False, True
+        self._plans.clear()
+        self._noted.clear()
+
+    def of(self, root: Any, model_output: Tensor | None = None) -> list[tuple[Describe, Tensor]] | None:
+        """Return the outputs that the graph of a loss has saved, in the order of execution; None for a graph of an unknown form.
+
+        Args:
+            root: Backward function of the loss; None without one.
+            model_output: Output of the model; None if it no longer exists.
+        """
+        functions = None if root is None else _functions(root)
+        plan = None if functions is None else self._plans.get(_form(functions))
+        if functions is None or plan is None:
+            return None
+        found = []
+        for place in plan:
+            output = model_output
+            if place.function is not None:
+                saved = _saved(functions[place.function], place.attribute)
+                output = internals.base_of(saved) if saved is not None and place.is_base else saved
+            if output is not None:
+                found.append((place.describe, output.detach()))
+        return found
+
+
+def _functions(root: Any) -> list[Any] | None:
+    """Return the functions of a graph in the order of execution, without those that accumulate gradients.
+
+    Returns None if there are too many, or if several threads have made them, whose sequence numbers are not of one order.
+    """
+    seen, waiting = {id(root): root}, [root]
+    while waiting:
+        for function, _ in waiting.pop().next_functions:
+            if function is not None and id(function) not in seen and function.name() != _LEAF:
+                if len(seen) >= _MAX_FUNCTIONS:
+                    return None
+                seen[id(function)] = function
+                waiting.append(function)
+    functions = sorted(seen.values(), key=internals.number_of)
+    numbers = {internals.number_of(function) for function in functions}
+    return functions if len(numbers) == len(functions) else None
+
+
+def _form(functions: Iterable[Any]) -> tuple[Any, ...]:
+    """Return what graphs of the same form have in common: the kinds of their functions, and the parameters that each of them uses."""
+    return tuple(
+        (
+            function.name(),
+            *(
+                id(leaf.variable)
+                for leaf, _ in function.next_functions
+                if leaf is not None and leaf.name() == _LEAF
+            ),
+        )
+        for function in functions
+    )
+
+
+def _plan(functions: list[Any], noted: list[_Noted], number_of_model: int) -> list[_Place]:
+    """Return the places of the noted outputs that are saved, or that the model returns, in the order of execution."""
+    place_of = {internals.number_of(function): place for place, function in enumerate(functions)}
+    users: defaultdict[int, list[int]] = defaultdict(list)
+    for place, function in enumerate(functions):
+        for other, _ in function.next_functions:
+            if other is not None and other.name() != _LEAF:
+                users[place_of[internals.number_of(other)]].append(place)
+    plan = []
+    for output in noted:
+        maker = place_of.get(output.number)
+        if maker is None:  # the output is not used for the loss
+            continue
+        for place in _users_of(maker, functions, users):
+            found = _attribute_with(functions[place], output.memory)
+            if found is not None:
+                plan.append(_Place(output.describe, place, *found))
+                break
+        else:
+            if output.number == number_of_model:
+                plan.append(_Place(output.describe))
+    return plan
+
+
+def _users_of(maker: int, functions: list[Any], users: dict[int, list[int]]) -> Iterable[int]:
+    """Yield the places of functions that may have saved a result of another one: itself, its users, and the users of its views."""
+    yield maker
+    waiting, seen = list(users.get(maker, ())), {maker}
+    while waiting:
+        place = waiting.pop(0)
+        if place in seen:
+            continue
+        seen.add(place)
+        yield place
+        if functions[place].name().partition("Backward")[0] in _VIEWS:
+            waiting += users.get(place, ())
+
+
+def _attribute_with(function: Any, memory: tuple[int, int, Any]) -> tuple[str, bool] | None:
+    """Return the saved tensor of a function with certain memory, and whether it is the base of what is saved."""
+    for name in _saved_names(function):
+        saved = _saved(function, name)
+        if saved is None:
+            continue
+        base = internals.base_of(saved)
+        for tensor, is_base in ((saved, False), (base, True)):
+            if tensor is not None and (tensor.data_ptr(), tensor.numel(), tensor.dtype) == memory:
+                return name, is_base
+    return None
+
+
+def _saved_names(function: Any) -> list[str]:
+    """Return the names of what a function saves."""
+    return [name for name in dir(function) if name.startswith("_saved_") and "_sym_" not in name]
+
+
+def _saved(function: Any, name: str) -> Tensor | None:
+    """Return what a function has saved under a name, if it is a tensor with memory of its own kind."""
+    try:
+        saved = getattr(function, name, None)
+    except RuntimeError:  # it has been released, or was changed in place
+        return None
+    return saved if type(saved) is Tensor and not saved.is_nested and not saved.is_meta else None
