@@ -250,7 +250,7 @@ def summarize(identity: str, incident: Sequence[Onset], silent: Mapping[str, int
         last_step=incident[-1].step,
         alerts=tuple(names),
         cause=cause.name,
-        message=cause.finding.message,
+        message=_message(cause.finding, cause.step),
         check_first=cause.check,
         not_fired=tuple(
             f"{rule} ({silent[rule]:,} step{'' if silent[rule] == 1 else 's'})"
@@ -359,7 +359,7 @@ def explain(config: RuleConfig, transition: Transition) -> Explanation:
             f"{_load(transition)}"
         ),
         since_step=transition.since_step,
-        seen=_seen(transition),
+        seen=_message(finding, transition.since_step),
         where=_where(finding),
         against=f"{number_text(finding.value)}, threshold {number_text(finding.threshold)}",
         since=_since(config, transition),
@@ -391,7 +391,7 @@ def event_message(config: RuleConfig, transition: Transition, run: RunName) -> s
     """The message of an event: the rule config's own message, or the finding's, with its step if that is not the alert's."""
     finding = _finding_of(transition)
     if config.message is None:
-        return _seen(transition)
+        return _message(finding, transition.since_step)
     values = {
         "name": config.name,
         "rule": config.rule,
@@ -420,11 +420,9 @@ def _finding_of(transition: Transition) -> Finding:
     return transition.finding
 
 
-def _seen(transition: Transition) -> str:
+def _message(finding: Finding, since_step: int) -> str:
     """The finding's message, with its step if an earlier finding made the run bad: a rule that waits for several describes the last."""
-    finding = _finding_of(transition)
-    at = f"at step {finding.step}: " if finding.step > transition.since_step else ""
-    return at + finding.message
+    return f"at step {finding.step}: {finding.message}" if finding.step > since_step else finding.message
 
 
 def _load(transition: Transition) -> str:

@@ -97,7 +97,7 @@ class Deviation(BaseModel):
         away = f"more than {_MAX_SPREADS:,.0f}" if self.spreads >= _MAX_SPREADS else f"{self.spreads:,.0f}"
         return (
             f"{self.tensor}: {self.statistic} {self.value:.3g} at step {self.step}, usually {self.low:.3g} to {self.high:.3g}, "
-            f"{away} spreads away (worker {self.worker})"
+            f"{away} deviations away (worker {self.worker})"
         )
 
 

@@ -229,7 +229,12 @@ class Origins:
         if not outputs:
             return ""
         last = self._block.info(outputs[-1]).name
-        words = f"; all {len(outputs)} recorded outputs were finite, the last of them {last}"
+        worker = int(self._block.worker[outputs[-1]])
+        words = (
+            f"; all {len(outputs)} recorded outputs of worker {worker} were finite, the last of them {last}"
+        )
+        if len(outputs) == 1:
+            words = f"; the only recorded output of worker {worker}, {last}, was finite"
         # A logged value may be infinite on purpose, for example the best loss at the start.
         block = self._block
         bad = [

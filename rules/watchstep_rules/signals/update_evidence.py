@@ -136,7 +136,7 @@ class UpdateEvidence:
         if applied and is_bad:
             return f"; the optimizer did not apply the gradients of step {step}"
         if missing and not gradients and not applied and min(missing) > 0:
-            return f"; no optimizer step was recorded at step {step}"
+            return f"; no finite update was recorded at step {step}"
         if missing and gradients and not is_bad and max(missing) == 0:
             return f"; the update of step {step} was made with finite gradients"
         return ""

@@ -166,7 +166,11 @@ def draw_heatmap(axes: Axes, heatmap: HeatCells, statistic: str) -> None:
     red_text = "; red: NaN or infinite" if has_bad else ""
     axes.set_title(label(f"{statistic} by layer{red_text}", 100), fontsize=9, loc="left", **PLAIN)
     if np.isfinite(values).any():
-        axes.figure.colorbar(mesh, ax=axes, pad=0.01, extend="both").ax.tick_params(labelsize=7)
+        middle = np.sqrt(scale.low * scale.high) if scale.is_log else (scale.low + scale.high) / 2
+        ticks = [scale.low, middle, scale.high]  # those that matplotlib chooses overlap on less than a decade
+        bar = axes.figure.colorbar(mesh, ax=axes, pad=0.01, extend="both", ticks=ticks, format="%.3g")
+        bar.ax.minorticks_off()
+        bar.ax.tick_params(labelsize=7)
 
 
 def draw_nonfinite(axes: Axes, edges: Integers, rows: NDArray[Any], nonfinite: NDArray[np.bool_]) -> None:

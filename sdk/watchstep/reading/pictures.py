@@ -68,7 +68,10 @@ def loss_lines(index: RunIndex, points: int) -> list[NamedSeries]:
         chosen = chosen[workers[chosen] == workers[chosen].min()]
         chosen = chosen[np.argsort(steps[chosen], kind="stable")]
         name, mode = names[first].as_py(), modes[first].as_py()
-        label = name if mode == "train" else f"{name} ({mode})"
+        notes = [mode] * (mode != "train") + [f"worker {workers.min()}"] * bool(
+            workers.min() != workers.max()
+        )
+        label = f"{name} ({', '.join(notes)})" if notes else name
         lines.append(NamedSeries(label, bin_values(steps[chosen], values[chosen], points)))
     return lines
 

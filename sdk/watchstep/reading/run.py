@@ -709,7 +709,7 @@ class Run:
     def plot(self, statistic: str = "l2", collection: str = GRADIENTS, *, width: int = 1000) -> PlotFigure:
         """Draw losses with events, a figure of a collection by layer and step, and learning rates; needs the extra ``plots``.
 
-        Each cell of the heatmap has the largest value of its steps, until the next measurement.
+        Each cell of the heatmap has the largest value of its steps; cells without a measurement are empty.
 
         Args:
             statistic: the figure of the heatmap, as for `series`.

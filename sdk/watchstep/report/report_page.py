@@ -116,7 +116,7 @@ def _header(report: RunReport) -> str:
         ("project", run.document.project),
         ("created", _time(run.document.created_ns)),
         ("ended", _time(ended) if ended else ""),
-        ("duration", _duration(ended - run.document.created_ns) if ended else ""),
+        ("created to ended", _duration(ended - run.document.created_ns) if ended else ""),
         ("steps", "none" if report.span is None else f"{report.span[0]} to {report.span[1]}"),
         ("workers", str(len(run.workers))),
         ("attempts", str(len(run.attempts))),

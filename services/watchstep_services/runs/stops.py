@@ -20,6 +20,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
+from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig, StopAction
 from watchstep_services.core.events import make_event
 from watchstep_services.db.clock import read_clock
@@ -261,7 +262,9 @@ def permission_for(
 ) -> StopPermission | None:
     """The permission of a rule config to stop jobs of a project now; None if it has none."""
     if row.granted_stop and row.origin == "owner":
-        return StopPermission("owner", "the owner's rule file", "it contains 'stop'")
+        is_default = any(config.as_data() == default.as_data() for default in DEFAULT_RULES)
+        whose = "a default rule" if is_default else "the owner's rule file"
+        return StopPermission("owner", whose, "it contains 'stop'")
     if row.granted_stop:
         return StopPermission("operator", "an operator", "registered with 'stop' before grants were required")
     granted = active_grant(session, project, config)

@@ -308,7 +308,10 @@ def test_thresholds_of_a_config(
 
 @pytest.mark.parametrize(
     ("low", "high", "words"),
-    [(-3e-38, 3e-38, "always 0 before (worker 1)"), (1.0, 2.0, "usually 1 to 2, 12 spreads away (worker 1)")],
+    [
+        (-3e-38, 3e-38, "always 0 before (worker 1)"),
+        (1.0, 2.0, "usually 1 to 2, 12 deviations away (worker 1)"),
+    ],
 )
 def test_a_range_of_one_value_is_stated_as_that_value(low: float, high: float, words: str) -> None:
     deviation = Deviation(

@@ -135,12 +135,15 @@ def test_weights_that_were_bad_before_are_named(module: str) -> None:
 
 def test_finite_outputs_are_reported_if_any_were_recorded() -> None:
     rows = [Row(3, output("b"), [1.0]), Row(3, output("a"), [2.0]), bad_gradient()]
-    assert origin_and_message(rows) == ("", "; all 2 recorded outputs were finite, the last of them a:output")
+    assert origin_and_message(rows) == (
+        "",
+        "; all 2 recorded outputs of worker 0 were finite, the last of them a:output",
+    )
     assert origin_and_message([bad_gradient()]) == ("", "")
 
 
 def test_an_origin_between_the_last_output_and_the_loss_is_reported() -> None:
-    all_finite = "; all 1 recorded outputs were finite, the last of them b:output"
+    all_finite = "; the only recorded output of worker 0, b:output, was finite"
     between = f"{all_finite}; it arose between b:output and loss"
     logged = replace(LOSS, derived=False)
     for info, value, words in (
@@ -241,7 +244,7 @@ def message(*rows: Row, bad: TensorInfo = LOSS) -> str:
             [Row(3, SKIPPED, [1.0]), Row(3, GRADIENT, [1.0])],
             "; the gradient scaler skipped an update at step 3",
         ),
-        ([Row(3, MISSING, [2.0])], "; no optimizer step was recorded at step 3"),
+        ([Row(3, MISSING, [2.0])], "; no finite update was recorded at step 3"),
         ([Row(3, MISSING, [2.0]), Row(3, GRADIENT, [1.0])], ""),
         (
             [Row(3, MISSING, [2.0]), Row(3, APPLIED, [0.0])],

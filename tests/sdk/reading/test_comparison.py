@@ -68,7 +68,7 @@ def test_rows_of_other_numbers_of_elements_are_named_and_not_compared(tmp_path: 
     for found in (diff(a, b), first_divergences(a, b)):
         (note,) = found.notes
         assert "3 rows of 1 tensors were measured on different numbers of elements" in note
-        assert "layer:output at step 0: 2 elements in A, 4 in B" in note
+        assert "layer:output at step 0: 2 elements in the first run, 4 in the second" in note
     whole = diff(a, b)
     assert (whole.step, whole.tensor, whole.compared) == (2, FIRST.name, 3)
     assert [entry.tensor for entry in first_divergences(a, b).tensors] == [FIRST.name]

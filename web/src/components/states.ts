@@ -26,7 +26,8 @@ const FIRST_STEPS = 200; // they are measured beyond the budget
 
 /** The cost of recording in words: `1.8 % of the program's time, 0.9 % in the last minutes, budget 1 %`. */
 export function overheadText({ share, recent_share: recent, budget }: Overhead): string {
-  const minutes = recent === null ? "" : `, ${formatShare(recent)} in the last minutes`;
+  const isSame = recent === null || formatShare(recent) === formatShare(share);
+  const minutes = isSame ? "" : `, ${formatShare(recent)} in the last minutes`;
   return `${formatShare(share)} of the program's time${minutes}${budget === null ? "" : `, budget ${formatShare(budget)}`}`;
 }
 

@@ -311,7 +311,7 @@ class _UncomparedRows:
             step, count_a, count_b = self._firsts[tensor]
             yield (
                 f"{self._rows:,} rows of {len(self._firsts):,} tensors were measured on different numbers of elements and are not "
-                f"compared, for example {self._names[tensor]} at step {step}: {count_a:,} elements in A, {count_b:,} in B"
+                f"compared, for example {self._names[tensor]} at step {step}: {count_a:,} elements in the first run, {count_b:,} in the second"
             )
 
 
@@ -704,7 +704,9 @@ class _SavedValues:
     def _compare(self, a: SavedTensor, b: SavedTensor, tolerance: float) -> ElementDifference | None:
         name, step = a.name, a.step
         if a.shape != b.shape:
-            self.notes.append(f"full tensor {name} of step {step}: shape {a.shape} in A and {b.shape} in B")
+            self.notes.append(
+                f"full tensor {name} of step {step}: shape {a.shape} in the first run and {b.shape} in the second"
+            )
             return None
         if a.nbytes > self._left:
             self.notes.append(

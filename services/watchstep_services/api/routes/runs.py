@@ -48,7 +48,7 @@ from watchstep_services.runs.registration import RunOrigin, bind_job, register
 from watchstep_services.runs.rule_configs import Origin
 from watchstep_services.runs.stops import StopRequester, allow, request_stop
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy import bound_job, capture_document
+from watchstep_services.tenancy import ConflictError, bound_job, capture_document
 
 router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
 
@@ -153,6 +153,15 @@ def stop_run(project: str, run: str, body: StopInput, service: Served, caller: C
         attempt_row = session.execute(select(Attempt.id).filter_by(run_id=row.id, attempt=attempt)).first()
         if attempt_row is None:
             raise NotFoundError(f"attempt {attempt!r}: not found", f"the newest is {row.attempt!r}")
+        if (
+            attempt == row.attempt
+            and row.state in ("completed", "failed")
+            and bound_job(session, row.id, attempt) is None
+        ):
+            raise ConflictError(
+                f"run {project}/{run}: attempt {attempt} has ended ({row.state}), so that there is nothing to stop",
+                "stop it while it is running",
+            )
         cause, requester = ("", body.reason), StopRequester(caller.who)
         action = request_stop(session, service.base_url, row.id, attempt, cause, requester)
     if action is not None:

@@ -38,11 +38,6 @@ def stop(
     response = client.stop(name, reason, attempt)
     result = "stop requested" if response.accepted else "a stop was already requested"
     console().print(f"{run}: attempt {response.attempt}: {result}")
-    info = client.run(name).info
-    if info.attempt == response.attempt and info.state not in ("created", "running", "lost"):
-        console().print(
-            f"{run}: attempt {info.attempt} has ended ({info.state}): no other starts until `watchstep runs allow-restart`"
-        )
 
 
 def snapshot(

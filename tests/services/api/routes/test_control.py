@@ -69,6 +69,15 @@ def test_a_snapshot_of_an_attempt_that_has_ended_is_refused(api: Api, recording:
     assert act(api) == []
 
 
+def test_a_stop_of_an_attempt_that_has_ended_is_refused(api: Api, recording: Recording) -> None:
+    with api.driven.service.database.write() as session:
+        session.execute(update(RunRow).values(state="completed"))
+    refused = api.call("POST", f"{RUN}/stop", {"reason": "late"})
+    assert refused.status_code == 409
+    assert "attempt a1 has ended (completed), so that there is nothing to stop" in refused.json()["detail"]
+    assert act(api) == []
+
+
 def test_a_cadence_is_set_and_reset(api: Api, recording: Recording) -> None:
     control = api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 50}}).json()
     assert control["cadence"] == [["weights", 50]]

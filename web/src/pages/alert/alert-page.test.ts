@@ -284,7 +284,7 @@ describe("layers", () => {
 
   it("are described in words", () => {
     expect(describeDeviation(deviation("loss", 12.3))).toBe(
-      "root mean square 7, usually 1 to 2; 12 spreads off",
+      "root mean square 7, usually 1 to 2; 12 deviations off",
     );
     expect(describeDeviation({ ...deviation("loss", 1e6), statistic: "nonfinite_share", value: 1 })).toBe(
       "100 % of its values are not finite",

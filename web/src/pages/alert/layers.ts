@@ -110,11 +110,11 @@ export function describeDeviation(deviation: Deviation): string {
   return `${STATISTICS[statistic] ?? statistic} ${formatNumber(value)}, usually ${usual}; ${describeDistance(deviation)} off`;
 }
 
-/** The distance from the expected value: `12.5 spreads`. */
+/** The distance from the expected value: `12.5 deviations`. */
 function describeDistance(deviation: Deviation): string {
-  if (deviation.spreads >= LARGEST) return "over 1,000,000 spreads";
+  if (deviation.spreads >= LARGEST) return "over 1,000,000 deviations";
   const digits = deviation.spreads < 10 ? 1 : 0;
-  return `${deviation.spreads.toLocaleString("en-US", { maximumFractionDigits: digits })} spreads`;
+  return `${deviation.spreads.toLocaleString("en-US", { maximumFractionDigits: digits })} deviations`;
 }
 
 /** What the rule found, in words; of a rule that counts elements that are not finite, their number. */
