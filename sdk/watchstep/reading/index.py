@@ -498,7 +498,9 @@ class RunIndex:
             if table is None:
                 continue
             step = table["step"].to_numpy()
-            chosen = step >= first if tensor is None else (step >= first) & is_one_of(table["tensor"], {tensor})
+            chosen = (
+                step >= first if tensor is None else (step >= first) & is_one_of(table["tensor"], {tensor})
+            )
             in_object, numbers = np.unique(step[chosen], return_counts=True)
             self._spend(in_object.nbytes + numbers.nbytes)
             steps.append(in_object)

@@ -170,9 +170,7 @@ def charge(
     if deferral <= 0:
         return
     with database.bare() as connection:
-        connection.execute(
-            _CHARGE, {"of": project, "by_ns": nanoseconds(deferral), "longest_ns": LONGEST_NS}
-        )
+        connection.execute(_CHARGE, {"of": project, "by_ns": nanoseconds(deferral), "longest_ns": LONGEST_NS})
 
 
 def charge_usual(database: Database, project: str, seconds: float) -> None:
