@@ -18,6 +18,7 @@ from watchstep.format.documents import parse_json
 from watchstep.format.layout import baseline_document
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading import queries
+from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import Columns, Selection
 from watchstep.reading.run import Run
 from watchstep.store.store import Store
@@ -40,6 +41,9 @@ from watchstep_rules.signals.baseline import (
 _ROWS_PER_PHASE = 500_000
 """Maximum number of rows read for a phase. Of longer phases, evenly spaced spans of steps are read."""
 
+_SECONDS, _MEGABYTES = 600, 512
+"""Limits of reading a span of steps, because the rows of a step are not limited: shards have a row each."""
+
 _SPANS = 4
 _LOW, _HIGH = 0.05, 0.95
 _MODES = (MODES.index("train"), MODES.index("global"))
@@ -54,6 +58,7 @@ def summarize_run(run: Run) -> BaselineRun:
         run: the run, finished or not.
 
     Raises:
+        OverBudgetError: some steps have too many rows.
         StoreError: the store cannot be read.
     """
     infos = run.index.tensors()
@@ -137,10 +142,9 @@ def _phase_columns(run: Run, start: int, end: int) -> Columns:
 
 
 def _read(run: Run, first: int, last: int) -> Columns:
+    index = run.index.snapshot(ReadBudget(_SECONDS, _MEGABYTES))
     selection = Selection((), None, first, last)
-    return run.index.consistently(
-        lambda: queries.columns_of(run.index, ("mean", "rms"), selection, merge=True)
-    )
+    return index.consistently(lambda: queries.columns_of(index, ("mean", "rms"), selection, merge=True))
 
 
 MAX_BYTES = 4 * 1024 * 1024

@@ -49,6 +49,7 @@ __all__ = [
     "MAX_BYTES",
     "Header",
     "check_codes",
+    "check_constants",
     "column",
     "decode",
     "encode",
@@ -291,7 +292,7 @@ def read_header(data: ipc.Bytes, name: str) -> Header:
     claimed = batch.rows * _VALUE_BYTES * (len(columns) + 1) + values * _BIN_BYTES
     if claimed > MAX_BYTES:
         raise ValueError(f"claims {batch.rows} rows and {claimed} bytes, over the limits")
-    _check_constants(constant)
+    check_constants(constant)
     first, last = int(facts["first"]), int(facts["last"])
     return Header(
         rows=batch.rows,
@@ -344,8 +345,15 @@ def _check_columns(schema: ipc.Schema, columns: frozenset[str], constant: Mappin
         raise ValueError(f"column {min(missing)} is missing")
 
 
-def _check_constants(constant: Mapping[str, int]) -> None:
+def check_constants(constant: Mapping[str, int]) -> None:
+    """Check that columns with one value may have one, and that the values are possible.
+
+    Raises:
+        ValueError: They may not, or are not.
+    """
     for name, value in constant.items():
+        if name not in _MAY_BE_CONSTANT:
+            raise ValueError(f"column {name[:80]} may not be stated as one value")
         if not 0 <= value < min(_CODES.get(name, value + 1), np.iinfo(_DTYPES[name]).max + 1):
             raise ValueError(f"column {name} has the impossible value {value}")
 

@@ -22,7 +22,8 @@ from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.format.block import STAGES, from_codes, from_numbers
 from watchstep.format.documents import parse_json
 from watchstep.format.layout import SCHEMA_VERSION, check_schema
-from watchstep.format.segment_checks import MAX_BYTES, MAX_ROWS
+from watchstep.format.segment import check_constants
+from watchstep.format.segment_checks import MAX_BYTES, MAX_ROWS, whole
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
@@ -172,6 +173,7 @@ def _segment(entry: dict[str, Any]) -> CompactedSegment:
         raise ValueError(f"segment {segment.key[:80]!r} is outside of the compacted folder")
     if len({place for place, _ in segment.tensors}) < len(segment.tensors):
         raise ValueError(f"segment {segment.key[:80]!r} names a tensor twice")
+    check_constants(segment.constant)
     return segment
 
 
@@ -232,16 +234,17 @@ class CompactedObject:
         def table() -> pa.Table:
             with self._translated():
                 decoded = decode()
-            for name in sorted(requested & constant):
-                decoded = decoded.append_column(name, self._constant(name))
-            return decoded
+                for name in sorted(requested & constant):
+                    decoded = decoded.append_column(name, self._constant(name))
+                return decoded
 
         return table
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
-            yield
+            with whole(self.key):
+                yield
         except (FormatError, NotFoundError) as error:
             raise CompactedSegmentLostError(self.key, error.what) from error
 
@@ -254,7 +257,7 @@ class CompactedObject:
         with self._lock:
             if self._opened is None:
                 opened = open_object(self._store, self.key, self._segment.size, self._catalogues)
-                if opened.rows != self.rows or not self.columns <= opened.columns:
+                if opened.rows != self.rows or self.columns != opened.columns:
                     raise FormatError(
                         f"segment {self.key} does not match the manifest", "compact the run again"
                     )

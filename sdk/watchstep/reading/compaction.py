@@ -23,6 +23,7 @@ from watchstep.format.layout import SegmentKey
 from watchstep.format.parquet.table import to_table
 from watchstep.format.segment_checks import CONSTANT, PROBE
 from watchstep.format.statistics import VALUE_COLUMNS
+from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import Selection
 from watchstep.reading.compacted import (
     COMPACTED,
@@ -46,8 +47,11 @@ _SEGMENT_ROWS = 100_000
 _MAX_ROWS = 200_000
 """Maximum rows of any segment; a tensor with more is split by steps. With histograms of 80 bins this is within the limits of readers."""
 
-_PASS_ROWS = 1_000_000
-"""Rows in memory at the same time, some 0.5 GB; a longer run is read several times."""
+_PASS_BYTES = 256 * 1024 * 1024
+"""Size of the rows that are written at the same time: about a million without histograms. A longer run is read several times."""
+
+_PASS_SECONDS, _PASS_MEGABYTES = 24 * 3600, 1024
+"""Limits of reading these rows, which are in memory twice. A step of one tensor is not split: one that exceeds the limits is refused."""
 
 _RECENT_ROWS = 16_384
 
@@ -86,6 +90,7 @@ def compact(
 
     Raises:
         NotFoundError: the run does not exist.
+        OverBudgetError: the rows of one tensor at one step take too much memory; existing data is unchanged.
         StoreError: the store cannot be read or written; existing data is unchanged.
     """
     store = open_run(run_url).store
@@ -148,13 +153,12 @@ def _attempt(store: Store, index: RunIndex, attempt: str, generation: int) -> Co
     writer = _CompactedWriter(store, f"{COMPACTED}{generation:010d}/{attempt}/", packed)
     segments: list[CompactedSegment] = []
     started: list[int] = []
-    for names in _passes(index, attempt, list(ranks)):
-        block = concatenate(index.blocks(attempt, Selection((), names)))
-        block = _by_tensor(block, ranks)
+    for selection in _passes(index, attempt, list(ranks)):
+        block = _by_tensor(_rows(index, attempt, selection), ranks)
         started.append(int(block.time_ns.min()))
         segments.extend(writer.write(piece, order) for piece in _pieces(block))
     since = _recent_from(index, attempt)
-    recent = _by_tensor(concatenate(index.blocks(attempt, Selection((), None, since))), ranks)
+    recent = _by_tensor(_rows(index, attempt, Selection((), None, since)), ranks)
     fits = 0 < len(recent) <= _MAX_ROWS
     return CompactedAttempt(
         attempt,
@@ -165,21 +169,42 @@ def _attempt(store: Store, index: RunIndex, attempt: str, generation: int) -> Co
     )
 
 
-def _passes(index: RunIndex, attempt: str, names: list[str]) -> Iterator[frozenset[str]]:
-    """Yield groups of tensors whose rows are in memory at the same time, in order."""
-    counts = dict.fromkeys(names, 0)
+def _rows(index: RunIndex, attempt: str, selection: Selection) -> Block:
+    return concatenate(_bounded(index).blocks(attempt, selection))
+
+
+def _bounded(index: RunIndex) -> RunIndex:
+    index.budget = ReadBudget(_PASS_SECONDS, _PASS_MEGABYTES)
+    return index
+
+
+def _passes(index: RunIndex, attempt: str, names: list[str]) -> Iterator[Selection]:
+    """Yield the rows that are in memory at the same time, by tensor: some tensors, or some steps of a large one."""
+    sizes = dict.fromkeys(names, 0.0)
     for located in index.objects(attempt):
+        row_bytes = located.object.decoded_bytes(located.object.columns) / located.object.rows
         for name, rows in index.rows_by_tensor(located).items():
-            counts[name] += rows
+            sizes[name] += rows * row_bytes
     group: list[str] = []
     for name in names:
-        if group and sum(counts[name] for name in group) + counts[name] > _PASS_ROWS:
-            yield frozenset(group)
+        if group and sum(sizes[name] for name in group) + sizes[name] > _PASS_BYTES:
+            yield Selection((), frozenset(group))
             group = []
-        if counts[name]:
+        if sizes[name] > _PASS_BYTES:
+            yield from _passes_of_tensor(index, attempt, name, sizes[name])
+        elif sizes[name]:
             group.append(name)
     if group:
-        yield frozenset(group)
+        yield Selection((), frozenset(group))
+
+
+def _passes_of_tensor(index: RunIndex, attempt: str, name: str, size: float) -> Iterator[Selection]:
+    steps, counts = _bounded(index).rows_by_step(attempt, tensor=name)
+    rows = np.cumsum(counts)
+    passes = rows * (size / rows[-1]) // _PASS_BYTES
+    starts = np.append(0, np.flatnonzero(np.diff(passes)) + 1)
+    for start, end in zip(starts, [*starts[1:], len(steps)], strict=True):
+        yield Selection((), frozenset([name]), int(steps[start]), int(steps[end - 1]))
 
 
 def _by_tensor(block: Block, ranks: dict[str, int]) -> Block:
@@ -206,7 +231,10 @@ def _pieces(block: Block) -> Iterator[Block]:
 def _recent_from(index: RunIndex, attempt: str) -> int:
     """Return the first of the last steps whose rows fit into one small object; at least the last step is included."""
     last = max((located.object.last for located in index.objects(attempt)), default=0)
-    steps, counts = index.rows_by_step(attempt, last)
+    first = max(
+        (located.object.first for located in index.objects(attempt) if located.object.last == last), default=0
+    )
+    steps, counts = _bounded(index).rows_by_step(attempt, first)
     recent_steps = int(np.searchsorted(np.cumsum(counts[::-1]), _RECENT_ROWS, side="right"))
     return int(steps[-max(1, recent_steps)]) if len(steps) else last
 

@@ -486,23 +486,27 @@ class RunIndex:
         counted = table["tensor"].value_counts().to_pylist()
         return {entry["values"]: entry["counts"] for entry in counted}
 
-    def rows_by_step(self, attempt: str, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the steps of an attempt's objects that end at ``last``, ascending, and their numbers of rows in all objects."""
-        steps = [np.empty(0, np.int64)]
-        first = max(
-            (
-                located_object.object.first
-                for located_object in self.objects(attempt)
-                if located_object.object.last == last
-            ),
-            default=0,
-        )
+    def rows_by_step(
+        self, attempt: str, first: int = 0, tensor: str | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the steps of an attempt from ``first`` on, ascending, and their numbers of rows, of all tensors or of one."""
+        steps, counts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for located in self.objects(attempt):
-            if located.object.last >= first:
-                table = self._read(located.object, ("step",))
-                in_object = np.empty(0, np.int64) if table is None else table["step"].to_numpy()
-                steps.append(in_object[in_object >= first])
-        return np.unique(np.concatenate(steps), return_counts=True)
+            if located.object.last < first:
+                continue
+            table = self._read(located.object, ("step",) if tensor is None else ("step", "tensor"))
+            if table is None:
+                continue
+            step = table["step"].to_numpy()
+            chosen = (
+                step >= first if tensor is None else (step >= first) & is_one_of(table["tensor"], {tensor})
+            )
+            in_object, numbers = np.unique(step[chosen], return_counts=True)
+            self._spend(in_object.nbytes + numbers.nbytes)
+            steps.append(in_object)
+            counts.append(numbers)
+        merged, places = np.unique(np.concatenate(steps), return_inverse=True)
+        return merged, np.bincount(places, np.concatenate(counts), len(merged)).astype(np.int64)
 
     def _due(self, selection: Selection, attempt: str | None = None) -> list[Located]:
         due = []

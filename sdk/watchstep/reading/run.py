@@ -182,6 +182,7 @@ class Run:
         self._index = RunIndex(store, budget, _range(range_steps))
         self._saved = SavedObjects(store, self._index)
         self._steps: NDArray[np.int64] | None = None
+        self._workers: list[int] | None = None
         self._records: StepRecords | None = None
         self._ends: dict[str, dict[int, int]] = {}
         self._damaged_ends: dict[str, str] = {}
@@ -216,7 +217,7 @@ class Run:
         """
         new = self._index.refresh()
         if new:
-            self._steps = None
+            self._steps = self._workers = None
         self._records, self._ends = None, {}
         self._saved.forget()
         return new
@@ -243,7 +244,15 @@ class Run:
         stated = self._index.stated_workers()
         if stated is not None:
             return stated
-        return [int(worker) for worker in np.unique(self._steps_seen()[:, 2])]
+        if self._workers is None:
+            self._workers = self._index.consistently(self._recorded_workers)
+        return self._workers
+
+    def _recorded_workers(self) -> list[int]:
+        found: set[int] = set()
+        for columns in self._index.scan(Selection(())):
+            found.update(np.unique(columns["worker"]).tolist())
+        return sorted(found)
 
     def _steps_seen(self) -> NDArray[np.int64]:
         """Return distinct (step, mode, worker), shape (n, 3), ascending; cached until the next refresh with new data."""

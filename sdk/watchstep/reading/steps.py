@@ -35,16 +35,23 @@ def checked_step(step: Any) -> int:
         ) from None
 
 
+_COPIES = 2
+"""How often the steps are in memory at the end: of each object and of all."""
+
+
 def recorded_steps(index: RunIndex) -> NDArray[np.int64]:
     """Return distinct (step, mode, worker) of the default view, shape (n, 3), ascending.
 
     Raises:
         StoreError: the store cannot be read.
+        OverBudgetError: the index's budget is exceeded.
     """
     parts = [np.empty((0, 3), np.int64)]
     for columns in index.scan(Selection(())):
         part = np.stack([columns["step"], columns["mode"], columns["worker"]], axis=1).astype(np.int64)
         parts.append(_distinct(part))
+        if index.budget is not None:
+            index.budget.keep(_COPIES * parts[-1].nbytes)
     return _distinct(np.concatenate(parts))
 
 

@@ -6,7 +6,8 @@ transaction, under a lock of their project that is released by the commit. SQLit
 
 Timeouts between PostgreSQL and this process, so that neither a hanging client nor a dead network holds locks indefinitely.
 
-SQLite needs none: its locks are locks of the file, which end with the process that holds them.
+SQLite needs none: its locks are locks of the file, which end with the process that holds them. The threads of a process take its write
+lock in the order in which they ask for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import logging
 import os
 import re
 import stat
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -296,7 +299,7 @@ def open_database(url: str, limits: DatabaseTimeouts | None = None) -> Database:
     if engine.dialect.name == "sqlite":
         event.listen(engine, "do_connect", _keep_private)
         event.listen(engine, "connect", _configure_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
+        event.listen(engine, "begin", functools.partial(_begin_sqlite, _Queue(_BUSY_MS / 1000)))
     else:
         event.listen(engine, "checkin", _record_return)
         event.listen(engine, "checkout", functools.partial(_ping_if_idle, engine))
@@ -351,10 +354,45 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
         connection.execute(f"PRAGMA {pragma}")
 
 
-def _begin_sqlite(connection: Connection) -> None:
+class _Queue:
+    """Threads that wait for SQLite's write lock, of which the first one tries to take it. Thread-safe.
+
+    SQLite tries less and less often the longer a thread has waited, so that threads that have just come would overtake it:
+    one project's requests would delay the evaluations of all others.
+
+    Args:
+        seconds: time after which a thread no longer waits for those before it, and tries, too.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Event] = deque()
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Wait until this thread is the first, and remain it during the block."""
+        own = threading.Event()
+        with self._lock:
+            self._waiting.append(own)
+            self._waiting[0].set()
+        try:
+            own.wait(self._seconds)
+            yield
+        finally:
+            with self._lock:
+                self._waiting.remove(own)
+                if self._waiting:
+                    self._waiting[0].set()
+
+
+def _begin_sqlite(queue: _Queue, connection: Connection) -> None:
+    if connection.get_execution_options().get(_READ_ONLY, False):
+        connection.exec_driver_sql("BEGIN")
+        return
     # A deferred transaction that reads first and writes later can fail with SQLITE_BUSY, whatever the timeout.
-    only_reads = connection.get_execution_options().get(_READ_ONLY, False)
-    connection.exec_driver_sql("BEGIN" if only_reads else "BEGIN IMMEDIATE")
+    with queue.first():
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def count_connections(engine: Engine) -> None:

@@ -22,6 +22,7 @@ from watchstep.errors import FormatError, StoreError
 from watchstep.format.documents import AttemptDocument
 from watchstep.format.layout import baseline_document
 from watchstep.format.tensors import TensorInfo
+from watchstep.reading.budget import OverBudgetError
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 from watchstep_rules.baseline import read_baseline, summarize_run
@@ -55,7 +56,12 @@ def summarize(service: Service, run_id: int, run_store: Store) -> None:
         attempt = run.attempt if run.state == "completed" else ""
     document = attempts.read_document(run_store, attempt) if attempt else None
     program = "" if document is None else program_of(document)
-    summary = summarize_run(open_run(run_store)) if program else None
+    summary = None
+    if program:
+        try:
+            summary = summarize_run(open_run(run_store))
+        except OverBudgetError as error:
+            _log.warning("run %s/%s: no summary for baselines: %s", run.project, run.run, error.what)
     with service.database.write() as session:
         session.execute(delete(RunSummaryRow).where(RunSummaryRow.run_id == run_id))
         if summary is not None and summary.tensors:

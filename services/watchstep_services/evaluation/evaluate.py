@@ -269,7 +269,12 @@ def _reading(service: Service, claim: Claim, ahead: ReadAhead | None) -> Iterato
     guard, absent = ReadingGuard(service.database, claim), AbsentLookups()
     rule_seconds = service.settings.rule_seconds
     time_limits = charged(
-        service.database, claim.project, rule_seconds, service.usual_time, lambda: absent.seconds
+        service.database,
+        claim.project,
+        rule_seconds,
+        service.usual_time,
+        lambda: absent.seconds,
+        is_urgent=claim.is_urgent,
     )
     silence_noted = service.hanging_stores.noted(claim.place.registration)
     seconds, name = service.settings.lease_seconds, f"run {claim.project}/{claim.run}"

@@ -47,6 +47,9 @@ differ in age: it is what the tail of the latencies has over their median when a
 URGENT_NS = 15 * NANOSECONDS
 """A run with a sudden failure is prioritized for this time, as if it had been due for `AHEAD_NS` longer."""
 AHEAD_NS = 300 * NANOSECONDS
+WAITED_NS = 60 * NANOSECONDS
+"""Time for which a run of a deferred project counts as due at most. It is shorter than the longest deferrals (`rule_time`): otherwise a
+backlog of one project that is older than they are would delay all others."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Claim:
         unfinished: claims in a row before this one with a process that ended without a commit or a release.
         reading: the segment that the last of these claims was reading, if it was recorded; otherwise empty.
         waits_for_turn: its last evaluation was large and had no turn, so this one takes the turn before it reads.
+        is_urgent: it was prioritized, because of a sudden failure.
         order: place among the runs that one statement claimed, ascending.
     """
 
@@ -89,6 +93,7 @@ class Claim:
     unfinished: int = 0
     reading: str = ""
     waits_for_turn: bool = False
+    is_urgent: bool = field(default=False, compare=False)
     order: int = field(default=0, compare=False)
 
     @property
@@ -177,14 +182,19 @@ def _claim_of(run: Any, place: Any) -> Claim:
         unfinished=run.unfinished_claims,
         reading=_read_by_previous(run.reading, run.epoch),
         waits_for_turn=run.waits_for_turn,
+        is_urgent=_is_urgent(run),
         order=_order_of(run),
     )
 
 
 def _order_of(run: Any) -> int:
     """The place of a run among those of one claim; runs with sudden failures come first."""
-    now, due = clock_of(run), run.due_ns or 0
-    return int(due - AHEAD_NS if run.urgent_ns > now - URGENT_NS else due)
+    due = run.due_ns or 0
+    return int(due - AHEAD_NS if _is_urgent(run) else due)
+
+
+def _is_urgent(run: Any) -> bool:
+    return bool(run.urgent_ns > clock_of(run) - URGENT_NS)
 
 
 def _read_by_previous(reading: str, epoch: int) -> str:
@@ -260,10 +270,14 @@ _LONGEST_DUE = (
     )
     # Reading earlier rows again costs more than ten evaluations, so under load workers prefer the runs that they have cached.
     .order_by(
-        RunRow.due_ns
+        case(
+            (_DEFERRED_UNTIL <= _NOW, RunRow.due_ns),
+            (RunRow.due_ns > _NOW - WAITED_NS, RunRow.due_ns + _DEFERRED_UNTIL - _NOW),
+            else_=_DEFERRED_UNTIL - WAITED_NS,
+        )
         + case((or_(_MINE, _ABANDONED), 0), else_=KEPT_NS)
-        - case((_URGENT, AHEAD_NS), else_=0)
-        + case((_DEFERRED_UNTIL > _NOW, _DEFERRED_UNTIL - _NOW), else_=0)
+        - case((_URGENT, AHEAD_NS), else_=0),
+        RunRow.due_ns,
     )
     .limit(1)
 )

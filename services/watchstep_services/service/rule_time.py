@@ -3,12 +3,13 @@
 An evaluation cannot be interrupted. A project with many runs of slow rules would occupy all workers, each for
 `Settings.rule_seconds`, one run after the other; so would one with many announcements of segments that do not exist. So the time that
 evaluations take, beyond what is usual, defers the project's runs:
-a run that is deferred by a minute is evaluated as if it had become due a minute later. If no other project has
-work, nothing changes.
+a run that is deferred by a minute is evaluated as if it had become due a minute later, and a minute ago at the earliest. If no other
+project has work, nothing changes.
 
 Usual evaluations count, too, each second as one second, whether they are many or long: thousands of runs that become due at once would
 otherwise delay the runs of other projects until all of them were evaluated. A project that occupies less than one worker is
-deferred by a few seconds at most. Usual evaluations defer a project by less than the priority of an urgent run.
+deferred by a few seconds at most. Usual evaluations defer a project by less than the priority of an urgent run. Each evaluation of an
+urgent run defers it by some seconds more, because any recorder may report urgency, for any number of runs.
 
 Large evaluations take turns: one at a time in a process, and alternating between projects.
 """
@@ -49,6 +50,9 @@ LONGEST_NS = 600 * NANOSECONDS
 
 USUAL_LONGEST_NS = 120 * NANOSECONDS
 """Longest deferral by usual evaluations; shorter than `claim.AHEAD_NS`, so that the project's urgent runs are still prioritized."""
+
+_URGENT_SECONDS = 20.0
+"""Deferral for each evaluation of an urgent run: about fifteen in five minutes use up the priority."""
 
 _NOTED_SECONDS = 1.0
 """Usual evaluations are charged once they add up to this, because a statement for each would cost more than some evaluations."""
@@ -115,6 +119,8 @@ def charged(
     rule_seconds: float,
     usual_time: UsualTime,
     absent_seconds: Callable[[], float] = lambda: 0.0,
+    *,
+    is_urgent: bool = False,
 ) -> Iterator[None]:
     """Context of an evaluation: limits the time of its rules, and charges its time to its project.
 
@@ -124,6 +130,7 @@ def charged(
         rule_seconds: limit of its SQL and Python rules together.
         usual_time: the process's uncharged usual time.
         absent_seconds: returns the time of look-ups of announced segments that do not exist.
+        is_urgent: the run was prioritized.
     """
     began = _now()
     with limited_rule_time(rule_seconds) as rule_time:
@@ -135,14 +142,20 @@ def charged(
             seconds = rule_time.spent + _OTHER_SHARE * max(0.0, other - _OTHER_FREE_SECONDS)
             usual = usual_time.add(project, max(0.0, other))
             try:
-                charge(database, project, seconds, absent)
+                charge(database, project, seconds, absent, _URGENT_SECONDS if is_urgent else 0.0)
                 if usual:
                     charge_usual(database, project, usual)
             except SQLAlchemyError as error:
                 _log.warning("project %s: %.1f s of evaluation are not charged: %s", project, seconds, error)
 
 
-def charge(database: Database, project: str, seconds: float, absent_seconds: float = 0.0) -> None:
+def charge(
+    database: Database,
+    project: str,
+    seconds: float,
+    absent_seconds: float = 0.0,
+    more_seconds: float = 0.0,
+) -> None:
     """Defer a project by the time of one of its evaluations.
 
     Args:
@@ -150,15 +163,14 @@ def charge(database: Database, project: str, seconds: float, absent_seconds: flo
         project: name of the project.
         seconds: time of rules and reading; up to `FREE_SECONDS` are not charged.
         absent_seconds: time of look-ups of absent segments, charged in full because many runs may cause a few each.
+        more_seconds: further seconds of deferral.
     """
     seconds = absent_seconds + (seconds if seconds > FREE_SECONDS else 0.0)
-    if seconds <= 0:
+    deferral = seconds * _DEFERRED_BY + more_seconds
+    if deferral <= 0:
         return
     with database.bare() as connection:
-        connection.execute(
-            _CHARGE,
-            {"of": project, "by_ns": nanoseconds(seconds * _DEFERRED_BY), "longest_ns": LONGEST_NS},
-        )
+        connection.execute(_CHARGE, {"of": project, "by_ns": nanoseconds(deferral), "longest_ns": LONGEST_NS})
 
 
 def charge_usual(database: Database, project: str, seconds: float) -> None:

@@ -13,12 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sdk.format.blocks import block_of, blocks, rows_of
-from tests.sdk.reading.stored import FIRST, new_run, sharded_rows, small_run, some_rows, write
+from tests.sdk.format.blocks import Row, block_of, blocks, rows_of
+from tests.sdk.reading.stored import FIRST, LOSS, new_run, sharded_rows, small_run, some_rows, write
 from watchstep import Run, open_run
 from watchstep.errors import StoreError
 from watchstep.format.block import Block
+from watchstep.format.tensors import Placement
 from watchstep.reading import compacted, compaction
+from watchstep.reading.budget import OverBudgetError
 from watchstep.reading.compacted import Manifest, decode, manifest_key
 from watchstep.reading.compaction import compact
 from watchstep.store.store import Store
@@ -65,7 +67,7 @@ def test_compaction_changes_no_answer(first: Block, second: Block, deletes: bool
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(compaction, "_SEGMENT_ROWS", size)
         patch.setattr(compaction, "_MAX_ROWS", 2 * size)
-        patch.setattr(compaction, "_PASS_ROWS", 3 * size)
+        patch.setattr(compaction, "_PASS_BYTES", 900 * size)
         patch.setattr(compaction, "_RECENT_ROWS", size)
         store = new_run(Path(folder))
         write(store, [first.where(first.step < 3), first.where(first.step >= 3)], "a")
@@ -83,6 +85,34 @@ def test_a_run_is_compacted_once(tmp_path: Path) -> None:
     assert (first.generation, first.written) == (1, 3)
     again = compact(url)
     assert (again.generation, again.written) == (1, 0)
+
+
+def test_a_tensor_with_very_many_rows_is_compacted_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = new_run(tmp_path)
+    rows = [Row(step, LOSS, [step + 1.0], worker=worker) for step in range(1000) for worker in range(2)]
+    write(store, [block_of(rows[start : start + 500]) for start in range(0, 2000, 500)])
+    url = tmp_path / "default" / "r"
+    due = plain(rows_of(open_run(url).rows()))
+    monkeypatch.setattr(compaction, "_PASS_BYTES", 50_000)
+    monkeypatch.setattr(compaction, "_PASS_MEGABYTES", 0.25)  # the rows take 0.5 MB
+    monkeypatch.setattr(compaction, "_RECENT_ROWS", 100)
+    compact(url, delete_after=0)
+    assert plain(rows_of(open_run(url).rows())) == due
+
+
+def test_a_step_that_exceeds_the_memory_is_refused_and_stays_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = new_run(tmp_path)
+    rows = [Row(0, FIRST, [1.0], worker=shard, place=Placement(shard, 1000)) for shard in range(1000)]
+    write(store, [block_of(rows)])
+    url = tmp_path / "default" / "r"
+    monkeypatch.setattr(compaction, "_PASS_MEGABYTES", 0.25)
+    with pytest.raises(OverBudgetError):
+        compact(url, delete_after=0)
+    assert len(open_run(url).rows()) == 1000
 
 
 def test_what_comes_late_is_read_and_compacted_with_the_rest(tmp_path: Path) -> None:
@@ -237,13 +267,31 @@ def test_originals_stay_until_the_grace_time_is_over(tmp_path: Path) -> None:
     assert compact(url, delete_after=0).deleted == 3
 
 
-def test_a_manifest_whose_constants_are_no_mapping_is_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("constant", "x"),
+        ("constant", {"mode": 99}),
+        ("constant", {"stage": -1}),
+        ("constant", {"worker": 2**40}),
+        ("constant", {"step": 2**40}),
+        ("constant", {"mean": 1}),
+        ("constant", {"other": 1}),
+        ("columns", []),
+        ("columns", ["step"]),
+        ("columns", ["x" * 2**20]),
+    ],
+)
+def test_a_manifest_that_states_impossible_columns_is_ignored(
+    tmp_path: Path, field: str, value: object
+) -> None:
     url = small_run(tmp_path)
     before = answers(open_run(url))
     compact(url)
     (path,) = tmp_path.rglob("manifest.json")
     document = json.loads(path.read_text())
-    document["attempts"][0]["segments"][0]["constant"] = "x"
+    for segment in [*document["attempts"][0]["segments"], document["attempts"][0]["recent"]]:
+        segment[field] = value
     path.write_text(json.dumps(document))
     assert answers(open_run(url)) == before
 

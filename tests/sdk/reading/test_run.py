@@ -15,12 +15,13 @@ import torch
 
 from tests.conftest import S3
 from tests.sdk.format.blocks import Row, block_of
-from tests.sdk.reading.stored import FIRST, SECOND, new_run, sharded_rows, write
+from tests.sdk.reading.stored import FIRST, LOSS, SECOND, new_run, sharded_rows, write
 from tests.sdk.training import EVERY_STEP, Training
 from watchstep import Bounds, Cadence, CaptureConfig, Collection, Hook, Run, open_run
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, StoreError
 from watchstep.format.layout import SCHEMA_VERSION
 from watchstep.format.tensors import TensorInfo
+from watchstep.reading.budget import OverBudgetError, ReadBudget
 from watchstep.reading.compaction import compact
 from watchstep.reading.comparison.diff import diff
 from watchstep.reading.headroom import FORMATS, headroom_of, read_magnitudes, shares_of
@@ -435,3 +436,14 @@ def test_the_depth_is_limited() -> None:
     tree = module_tree([info(".".join("a" * 1000), 0)])
     assert len(tree) == 32
     assert tree[-1].path.count(".") == 999
+
+
+def test_the_steps_of_a_query_are_part_of_its_budget_and_the_workers_are_not(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    rows = [Row(step, LOSS, [1.0], worker=worker) for step in range(100) for worker in range(20)]
+    write(store, [block_of(rows[start : start + 200]) for start in range(0, 2000, 200)])
+    run = open_run(tmp_path / "default" / "r")
+    run.index.budget = ReadBudget(60, 0.05)  # the steps of one object take 0.01 MB
+    assert run.workers == list(range(20))
+    with pytest.raises(OverBudgetError, match=r"more than 0\.05 MiB"):
+        run.steps()

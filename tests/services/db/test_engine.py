@@ -55,6 +55,34 @@ REFUSALS = {
 }
 
 
+def test_a_writer_waits_for_no_more_than_those_before_it(sqlite: Database) -> None:
+    """SQLite by itself lets threads that have just come overtake those that wait."""
+    others, begun, over = 6, [0], threading.Event()
+
+    def write() -> None:
+        with sqlite.write() as session:
+            session.execute(text("SELECT 1"))
+            begun[0] += 1
+            over.wait(0.005)
+
+    def write_always() -> None:
+        while not over.is_set():
+            write()
+
+    threads = [threading.Thread(target=write_always) for _ in range(others)]
+    for thread in threads:
+        thread.start()
+    overtaken = []
+    for _ in range(20):
+        before = begun[0]
+        write()
+        overtaken.append(begun[0] - before - 1)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert max(overtaken) <= 2 * others
+
+
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_a_database_that_starts_is_waited_for(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -19,7 +19,7 @@ from watchstep_services.db.clock import now_ns
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Project, RunRow
 from watchstep_services.db.records import hint, put_segment
-from watchstep_services.runs.claim import AHEAD_NS, claim_longest_due
+from watchstep_services.runs.claim import AHEAD_NS, claim_due, claim_longest_due
 from watchstep_services.runs.registration import register
 from watchstep_services.runs.stops import request_stop
 from watchstep_services.scheduler import queue
@@ -204,6 +204,31 @@ def test_many_short_evaluations_of_a_project_defer_it(
         with rule_time.charged(driven.service.database, "vision", 10.0, driven.service.usual_time):
             pass
     assert [taken(driven, many[0]) for _ in range(3)] == [quick, *many]
+
+
+def test_a_backlog_older_than_the_longest_deferral_comes_after_the_runs_of_others(driven: Driven) -> None:
+    old = [due_since(driven, "vision", f"old-{number}", 3600 - number) for number in range(2)]
+    quick = due_since(driven, "other", "quick", 1)
+    for _ in range(10):
+        charge_usual(driven.service.database, "vision", 10.0)
+    assert [taken(driven, old[0]) for _ in range(3)] == [quick, *old]
+
+
+def test_a_project_whose_runs_are_all_urgent_does_not_delay_others(driven: Driven) -> None:
+    urgent = due_since(driven, "vision", "urgent", 1)
+    quick = due_since(driven, "other", "quick", 1)
+    with driven.service.database.write() as session:
+        session.get_one(RunRow, urgent).urgent_ns = session.execute(select(now_ns())).scalar_one()
+    (first,) = claim_due(driven.service.database, urgent, "mine", LEASE_NS, 1)
+    assert (first.run_id, first.is_urgent) == (urgent, True)
+    with driven.service.database.write() as session:
+        session.get_one(RunRow, urgent).lease_until_ns = 0
+    for _ in range(16):
+        with rule_time.charged(
+            driven.service.database, "vision", 10.0, driven.service.usual_time, is_urgent=first.is_urgent
+        ):
+            pass
+    assert [taken(driven, urgent) for _ in range(2)] == [quick, urgent]
 
 
 def test_usual_evaluations_are_charged_by_the_second_and_by_project() -> None:

@@ -19,7 +19,7 @@ from watchstep_rules.backtest.backtest import backtest_run
 from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
 from watchstep_rules.signals.baseline import architecture_of
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Attempt, PinnedBaseline, RunSummaryRow
+from watchstep_services.db.models import Attempt, PinnedBaseline, RunSummaryRow, Upkeep
 from watchstep_services.evaluation.baselines import program_of
 from watchstep_services.evaluation.journal import unwritten, write_journal
 from watchstep_services.retention import delete_rows, upkeep
@@ -244,6 +244,17 @@ def test_a_run_with_another_parameter_is_not_compared(compared: Driven, folder_s
     run_id = compared.register("next")
     compared.judge(run_id, recording.write_rows(0, [Row(0, LOSS, [1.0]), Row(0, WEIGHT, [1.0] * 20)]))
     assert not pinned(compared)
+
+
+def test_a_run_whose_rows_exceed_the_memory_has_no_summary_and_its_upkeep_continues(
+    compared: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("watchstep_rules.baseline._MEGABYTES", 0.001)
+    run_id = recorded(compared, folder_store, "large")
+    assert summarized(compared) == set()
+    row = compared.one(select(Upkeep.summarized_ns).filter_by(run_id=run_id))
+    problem = compared.one(select(Upkeep.problem).filter_by(run_id=run_id))
+    assert (row is not None, problem) == (True, "")
 
 
 def test_a_run_that_is_deleted_leaves_no_summary(compared: Driven, folder_store: Store) -> None:
