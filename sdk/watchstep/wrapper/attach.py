@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import weakref
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -27,7 +28,13 @@ from watchstep.unattended import start_hook
 
 _log = logging.getLogger("watchstep")
 _MAX_LOSSES = 8
+_MAX_MODELS = 4
+_UPDATES = 32
+"""Number of updates of the first optimizer until which another one makes its model a part of the recording. Programs that train models one after
+another, as in cross-validation, record the first."""
+
 _waiting: list[Attachment] = []
+_others: list[OtherModels] = []
 
 
 class Attachment:
@@ -84,6 +91,7 @@ class Attachment:
                 return None  # the fault is logged, and health states it
             watch = hook._watches[0]  # noqa: SLF001 - the first watch adopts earlier losses
             watch.adopt_loss(losses)
+            _others.append(OtherModels(hook, optimizer))
             self._samples.pass_to(hook._session)  # noqa: SLF001 - as above
         except Exception as error:  # noqa: BLE001 - no fault may end the program
             if hook is None:
@@ -98,6 +106,58 @@ class Attachment:
         optimizer_steps.forget(self)
         losses.forget(self)
         _waiting.clear()
+
+
+class OtherModels:
+    """Watches the models of further optimizers, such as the generator beside a discriminator, at their first updates."""
+
+    def __init__(self, hook: Hook, first: Optimizer) -> None:
+        self._hook, self._first = weakref.ref(hook), weakref.ref(first)
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet((first,))
+        self._updates = 0
+        optimizer_steps.listen(self)
+
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
+        """Watch the model of an optimizer that is new."""
+        if optimizer is self._first():
+            self._updates += 1
+            if self._updates == _UPDATES:
+                self._end()
+        elif optimizer not in self._seen:
+            self._seen.add(optimizer)
+            self._watch(optimizer, has_closure=has_closure, is_retry=is_retry)
+
+    def _watch(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
+        hook = self._hook()
+        if hook is None:
+            self._end()
+            return
+        try:
+            watches = hook._watches  # noqa: SLF001 - part of the SDK
+            parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            watched = {id(parameter) for watch in watches for parameter in watch.model.parameters()}
+            if parameters & watched or len(watches) >= _MAX_MODELS:
+                return
+            number = len(watches)
+            hook.watch(_model_of(optimizer), optimizer)
+            for watch in hook._watches[number:]:  # noqa: SLF001 - as above
+                watch.before_step(optimizer, has_closure=has_closure, is_retry=is_retry)
+        except Exception as error:  # noqa: BLE001 - no fault may end the program
+            hook._health.fault("attach", error)  # noqa: SLF001 - as above
+
+    def _end(self) -> None:
+        optimizer_steps.forget(self)
+        if self in _others:
+            _others.remove(self)
+
+    def closure_done(self, optimizer: Optimizer) -> None:
+        """Do nothing: the watch created at the step listens itself."""
+
+    def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """Do nothing, as above."""
+
+    def failed(self, error: Exception) -> None:
+        """Do nothing: the hook counts faults."""
 
 
 def wait_for_first_step() -> None:

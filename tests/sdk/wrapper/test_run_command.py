@@ -82,6 +82,37 @@ def recorded(tmp_path: Path) -> Run:
     return open_run(tmp_path / "runs" / "default" / "r")
 
 
+ADVERSARIES = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+def trained(steps):
+    first, second = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (second, first)]
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            second(first(torch.randn(8, 4)).tanh()).square().mean().backward()
+            optimizer.step()
+    return first(torch.ones(4)).sum() + second(torch.ones(4)).sum()
+print(trained(40).item(), trained(3).item())
+"""
+
+
+@pytest.mark.ci
+def test_models_whose_optimizers_step_beside_each_other_are_recorded(tmp_path: Path) -> None:
+    done = run_program(tmp_path, ADVERSARIES)
+    plain = subprocess.run(
+        [sys.executable, tmp_path / "train.py"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == plain.stdout
+    run = recorded(tmp_path)
+    assert run.collections["weights"] == ["model_2.weight", "weight"]  # none of the second training
+    assert run.tensor("weight:gradient").steps()[:3] == [0, 1, 2]
+    # The step of the run ends with the first optimizer's update.
+    assert run.tensor("model_2.weight:gradient").steps()[:3] == [1, 2, 3]
+
+
 @pytest.mark.ci
 def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None:
     done = run_program(tmp_path, PROGRAM, "--lr", "1 2", "--token", "mine")
