@@ -282,7 +282,7 @@ def test_tensors_that_deviate_at_an_incident_are_shown(tmp_path: Path) -> None:
         run = watchstep(place, "runs", "show", f"{PROJECT}/run-1")
     lines = [line.strip() for line in run[run.index("incident") : run.index("COLLECTION")].splitlines()]
     assert lines[0] == "incident  step 100, likeliest cause exploding_gradient"
-    assert lines[1].startswith("cause   norm of second.weight:gradient is 1e+06")
+    assert lines[1].startswith("cause   at step 101: norm of second.weight:gradient is 1e+06")
     assert lines[2].startswith("check   ")
     member = re.compile(r"alerts  exploding_gradient: warning, (firing|resolved), since step 100")
     assert any(map(member.fullmatch, lines))
