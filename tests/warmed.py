@@ -9,16 +9,18 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _SERVER = """
-import gc, json, os, runpy, signal, sys, warnings
+import gc, importlib, json, os, runpy, signal, sys, warnings
 import pandas, torch, torch._dynamo, watchstep.hook, watchstep.pytorch
 import watchstep_rules.backtest.backtest
-gc.freeze()
 for line in sys.stdin:
     request = json.loads(line)
+    for module in request["modules"]:
+        importlib.import_module(module)
+    gc.freeze()
     ranks = {}
     for number, environment in enumerate(request["environments"]):
         if pid := os.fork():
@@ -76,9 +78,13 @@ class WarmedProcess:
         folder: Path,
         environment: Mapping[str, str] | None = None,
         ranks: int = 0,
+        modules: Sequence[str] = (),
         warnings: str = "",
     ) -> str:
         """Run a program in a folder, in so many ranks as torchrun starts, and return its output.
+
+        Args:
+            modules: that are imported for it and for all later programs.
 
         Raises:
             AssertionError: It ended with another code than 0; the text is its output.
@@ -89,6 +95,7 @@ class WarmedProcess:
             "command": [str(program), *map(str, arguments)],
             "folder": str(folder),
             "output": str(output),
+            "modules": list(modules),
             "warnings": warnings,
             "environments": [variables | rank for rank in _rank_variables(ranks)] if ranks else [variables],
         }
