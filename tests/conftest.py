@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import warmed
 from watchstep.store.store import Store
 
 # Triton decides whether it compiles or interprets when anything imports it, and several libraries do. This is decided without
@@ -37,9 +38,9 @@ settings.load_profile("repeatable")
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """Processor time of this process, and of the children that it waited for."""
+    """Processor time of this process, and of the programs that it waited for."""
     times = os.times()
-    return times.user + times.system, times.children_user + times.children_system
+    return times.user + times.system, times.children_user + times.children_system + warmed.cpu_seconds()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -65,6 +66,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 
 _CPU_START = pytest.StashKey[tuple[float, float]]()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _warmed_process() -> Iterator[None]:
+    yield
+    warmed.end()
 
 
 @pytest.fixture(autouse=True)

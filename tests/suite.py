@@ -79,7 +79,7 @@ def suites() -> dict[str, Suite]:
         "test-stores": Suite((STORES,), workers=0, budget=900.0),
         "test-web": Suite((WEB,), workers=0, budget=900.0),
         # One process: JAX and TensorFlow have threads once they are imported, and a process with threads must not fork.
-        "test-frameworks": Suite((FRAMEWORKS, "-m", "not release"), workers=0, budget=1800.0),
+        "test-frameworks": Suite((FRAMEWORKS, "-m", "not release"), workers=0, budget=1800.0, examples=25),
         "test-release": Suite(("-m", "release", *marked_files("release")), examples=100),
         "test-laws": Suite(LAWS, examples=400),
     }

@@ -6,8 +6,6 @@ import base64
 import json
 import re
 import secrets
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ import yaml
 
 import watchstep
 from docs import tables
-from tests.docs.warmed import WarmedProcess
-from tests.processes import run_python
+from tests.warmed import warmed
 from watchstep.capture.document import document as capture_document
 from watchstep_rules.rule_files import rule_file
 from watchstep_rules.rule_files.rule_file import schema_text
@@ -60,26 +57,16 @@ def test_the_schema_of_receivers_is_as_the_code_says() -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def warmed() -> Iterator[WarmedProcess]:
-    with closing(WarmedProcess()) as process:
-        yield process
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
 )
-def test_examples_run(page: Path, tmp_path: Path, warmed: WarmedProcess) -> None:
+def test_examples_run(page: Path, tmp_path: Path) -> None:
     program = tmp_path / "example.py"
     text = "\n".join(blocks(page, "python"))
     program.write_text(text, encoding="utf-8")
-    if (
-        "watchstep_services" in text or "watchstep_launch" in text
-    ):  # they start processes and threads of their own
-        run_python("-W", "error", program, cwd=tmp_path)
-    else:
-        warmed.run(program, tmp_path)
+    modules = ["watchstep_services.serve.embedded"] if "watchstep_services" in text else []
+    warmed().run(program, folder=tmp_path, modules=modules, warnings="error")
 
 
 @pytest.mark.ci
@@ -89,7 +76,9 @@ def test_the_readmes_example_is_the_file_and_runs(tmp_path: Path) -> None:
     example = (ROOT / name).read_text(encoding="utf-8")
     (block,) = blocks(ROOT / "README.md", "python")
     assert example.partition('"""\n\n')[2] == block
-    output = run_python("-W", "error", ROOT / name, cwd=tmp_path)
+    program = tmp_path / "example.py"
+    program.write_text(example, encoding="utf-8")
+    output = warmed().run(program, folder=tmp_path, warnings="error")
     assert "step: int64" in output
 
 

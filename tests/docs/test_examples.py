@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +11,8 @@ import pytest
 from tests.docs.test_docs import PAGES, ROOT, blocks
 from tests.launch.beside import end_service_of
 from tests.notebook import Notebook
+from tests.processes import run_python
+from tests.warmed import warmed
 from watchstep import Run, open_run
 from watchstep_rules.backtest.backtest import backtest_run
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -22,22 +21,13 @@ from watchstep_rules.config.defaults import DEFAULT_RULES
 
 
 EXAMPLES = ROOT / "examples"
-PYTHON = (sys.executable,)
-# A port that is free, instead of torchrun's fixed one: several tests may run at once.
-TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2")
-WITHOUT_FRAMEWORKS = (
-    sys.executable,
-    "-c",
-    (
-        "import runpy, sys\n"
-        "sys.modules.update(dict.fromkeys(('torch', 'triton', 'jax', 'tensorflow', 'sklearn', 'safetensors')))\n"
-        "sys.argv = sys.argv[1:]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
-    ),
-)
+WITHOUT_FRAMEWORKS = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(('torch', 'triton', 'jax', 'tensorflow', 'sklearn', 'safetensors')))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
 """Runs a program as in an environment without the packages that it must not need."""
-
-SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -58,8 +48,7 @@ class Example:
     evaluations: list[int]
     losses: frozenset[str] = frozenset({"loss"})
     falls: bool = True
-    launcher: tuple[str, ...] = PYTHON
-    workers: tuple[int, ...] = (0,)
+    ranks: int = 0
     package: str = "torch"
     collections: frozenset[str] = frozenset({"weights", "gradients", "activations", "updates"})
 
@@ -68,7 +57,7 @@ ALL = [
     Example("nanogpt.py", 200, list(range(19, 200, 20))),
     Example("huggingface_trainer.py", 150, list(range(24, 150, 25)), package="transformers"),
     Example("lightning_module.py", 180, list(range(29, 180, 30)), package="lightning"),
-    Example("ddp.py", 300, [], launcher=TORCHRUN, workers=(0, 1)),
+    Example("ddp.py", 300, [], ranks=2),
     Example(
         "gan.py",
         400,
@@ -81,7 +70,6 @@ ALL = [
         "numpy_training.py",
         400,
         [],
-        launcher=WITHOUT_FRAMEWORKS,
         package="numpy",
         collections=frozenset({"weights", "gradients"}),
     ),
@@ -101,7 +89,7 @@ class Fault:
     rules: frozenset[str]
     arguments: tuple[str, ...] = ()
     edit: tuple[str, str] | None = None
-    launcher: tuple[str, ...] = PYTHON
+    ranks: int = 0
     package: str = "torch"
 
 
@@ -119,37 +107,30 @@ FAULTS = [
         ("--learning-rate", "0"),
         package="lightning",
     ),
-    Fault(
-        "ddp.py", frozenset({"replica_divergence"}), edit=("model(x)", "model.module(x)"), launcher=TORCHRUN
-    ),
+    Fault("ddp.py", frozenset({"replica_divergence"}), edit=("model(x)", "model.module(x)"), ranks=2),
     Fault(
         "numpy_training.py",
         frozenset({"nan_or_inf"}),
         ("--learning-rate", "3"),
-        launcher=WITHOUT_FRAMEWORKS,
         package="numpy",
     ),
     Fault("gan.py", frozenset({"missing_zero_grad"}), edit=("        generator_optimizer.zero_grad()\n", "")),
 ]
 
 
-def execute(launcher: tuple[str, ...], program: Path, folder: Path, *arguments: str) -> tuple[str, Run]:
+def execute(ranks: int, package: str, program: Path, folder: Path, *arguments: str) -> tuple[str, Run]:
     """Run a program in a folder; its output, and the run that it printed and recorded."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, program, "--store", folder / "runs", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    (url,) = re.findall(r"^run: (\S+)$", done.stdout, re.MULTILINE)
+    copy = folder / program.name
+    copy.write_text(program.read_text(encoding="utf-8"), encoding="utf-8")
+    given = ("--store", folder / "runs", *arguments)
+    if package == "numpy":
+        output = run_python("-c", WITHOUT_FRAMEWORKS, copy, *given, cwd=folder)
+    else:
+        output = warmed().run(copy, *given, folder=folder, ranks=ranks)
+    (url,) = re.findall(r"^run: (\S+)$", output, re.MULTILINE)
     assert url.startswith((folder / "runs" / "default").as_uri())
-    assert [path.name for path in folder.iterdir() if path.suffix != ".py"] == ["runs"]
-    return done.stdout, open_run(url)
+    assert [path.name for path in folder.iterdir() if path.stem != copy.stem] == ["runs"]
+    return output, open_run(url)
 
 
 def fired(run: Run) -> dict[str, str]:
@@ -161,18 +142,28 @@ def fired(run: Run) -> dict[str, str]:
     }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("example", ALL, ids=lambda example: example.file)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(
+            example,
+            id=example.file,
+            marks=pytest.mark.release if example.package in {"transformers", "lightning"} else pytest.mark.ci,
+        )
+        for example in ALL
+    ],
+)
 def test_an_example_runs_and_is_healthy(example: Example, tmp_path: Path) -> None:
     pytest.importorskip(example.package)
-    output, run = execute(example.launcher, EXAMPLES / example.file, tmp_path)
+    output, run = execute(example.ranks, example.package, EXAMPLES / example.file, tmp_path)
     assert len(run.attempts) == 1
     assert run.state() == "completed"
-    assert tuple(run.workers) == example.workers
+    workers = list(range(example.ranks or 1))
+    assert run.workers == workers
     assert run.steps("train") == list(range(example.steps))
     losses = run.losses().to_pylist()
     for name in example.losses:
-        for worker in example.workers:
+        for worker in workers:
             values = [
                 row["value"]
                 for row in losses
@@ -201,18 +192,18 @@ def test_the_fault_of_an_example_fires_its_rule(fault: Fault, tmp_path: Path) ->
         assert f"`{old.strip()}`" in docstring
         assert program.count(old) == 1
         program = program.replace(old, new)
+    place = tmp_path / "place"
+    place.mkdir()
     faulty = tmp_path / fault.file
     faulty.write_text(f'"""{docstring}{quotes}{program}', encoding="utf-8")
-    output, run = execute(fault.launcher, faulty, tmp_path, *fault.arguments)
+    output, run = execute(fault.ranks, fault.package, faulty, place, *fault.arguments)
     assert fault.rules <= set(fired(run))
     assert all(f"'{rule}': " in output for rule in fault.rules)
 
 
 @pytest.mark.ci
 def test_the_guard_stops_the_training_in_numpy(tmp_path: Path) -> None:
-    output, run = execute(
-        WITHOUT_FRAMEWORKS, EXAMPLES / "numpy_training.py", tmp_path, "--learning-rate", "3"
-    )
+    output, run = execute(0, "numpy", EXAMPLES / "numpy_training.py", tmp_path, "--learning-rate", "3")
     assert "stopped: " in output
     assert "nan_or_inf" in output
     assert run.state() == "stopped"

@@ -165,6 +165,7 @@ def test_the_code_on_the_page_is_that_of_the_program() -> None:
         assert line in program, line
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("run", "fires"), [("digits", {"nan_or_inf"}), ("fixed", {"dead_relu"}), ("clean", set())]
 )

@@ -1,6 +1,7 @@
 """Training programs that know nothing of Watchstep."""
 
 FAULTY = """
+import time
 import torch
 from torch import nn
 torch.manual_seed(0)
@@ -16,6 +17,7 @@ while True:
     model(x).pow(2).mean().backward()
     optimizer.step()
     step += 1
+    time.sleep(0.005)
 """
 """One NaN in the inputs of step 50, and no end of its own."""
 
@@ -45,7 +47,7 @@ sys.exit(max(rank.wait() for rank in ranks))
 
 
 _DISTRIBUTED = """
-import os, time
+import os
 import torch.distributed as dist
 dist.init_process_group("gloo")
 """
@@ -63,6 +65,7 @@ FASTER_RANKS = _two_ranks(
     + FAULTY.replace("model = nn.Sequential(", "model = nn.parallel.DistributedDataParallel(nn.Sequential(")
     .replace("nn.Linear(16, 1))", "nn.Linear(16, 1)))")
     .replace("step == 50:", "step == 50 and os.environ['RANK'] == '1':")
+    .replace("    time.sleep(0.005)\n", "")
     .replace(
         "    optimizer.zero_grad()", "    if step < 50:\n        time.sleep(0.05)\n    optimizer.zero_grad()"
     )

@@ -1,4 +1,5 @@
-"""Which tests of frameworks wait for a release: Keras on other backends than TensorFlow's, each of which trains all programs anew."""
+"""Which tests of frameworks wait for a release: Keras on other backends than TensorFlow's, each of which trains all programs anew, and
+default rules on PyTorch and TensorFlow, on which the rules' own tests and Keras judge."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ _OTHER_BACKENDS = {
     ("backend", "torch"),
     ("framework", "keras-jax"),
     ("framework", "keras-torch"),
+    ("framework", "pytorch"),
+    ("framework", "tensorflow"),
 }
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import watchstep
+from tests.sdk.programs import run_program
 from watchstep.errors import ConfigError
 from watchstep.reading.run_documents import ATTEMPT, read_documents
 
@@ -50,8 +54,11 @@ def test_modules_that_are_imported_later_are_seeded_then() -> None:
         LATER, RANK="2", PYTHONHASHSEED="5"
     )
     assert before == [False, False]
-    assert numbers == run(LATER, RANK="2")[1]
-    assert numbers != run(LATER, RANK="1")[1]
+    assert numbers == [
+        random.Random(207).random(),
+        torch.rand(1, generator=torch.Generator().manual_seed(207)).item(),
+        np.random.RandomState(207).random_sample(),
+    ]
     assert (report["seed"], report["rank"], report["process_seed"]) == (7, 2, 207)
     assert (report["generators"], report["later"]) == (["python"], ["numpy", "torch"])
     assert (sorted(recorded["generators"]), recorded["later"]) == (["numpy", "python", "torch"], [])
@@ -76,8 +83,11 @@ print(json.dumps([numbers, report.as_data()]))
 
 
 @pytest.mark.ci
-def test_imported_modules_are_seeded_at_once_and_what_is_not_deterministic_is_noted() -> None:
-    numbers, report = run(IMPORTED)
+def test_imported_modules_are_seeded_at_once_and_what_is_not_deterministic_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    numbers, report = json.loads(run_program(tmp_path, IMPORTED))
     assert numbers[0] == numbers[1]
     assert report["generators"] == ["python", "numpy", "torch"]
     assert report["hash_seed"] == "random"
@@ -95,16 +105,16 @@ class Numbers(Dataset):
     def __len__(self): return 4
     def __getitem__(self, index): return [index, random.random(), numpy.random.random(), torch.rand(1).item()]
 watchstep.seed_all(1)
-torch.rand(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+torch.rand(int(sys.argv[1]))
 loader = DataLoader(Numbers(), shuffle=True, num_workers=1, generator=watchstep.data_generator(5), collate_fn=lambda batch: batch)
 print(json.dumps([batch[0] for batch in loader]))
 """
 
 
 @pytest.mark.ci
-def test_workers_of_a_loader_draw_the_same_numbers_whatever_else_is_drawn() -> None:
-    first = run(WORKERS)
-    assert first == run(WORKERS.replace("int(sys.argv[1]) if len(sys.argv) > 1 else 0", "3"))
+def test_workers_of_a_loader_draw_the_same_numbers_whatever_else_is_drawn(tmp_path: Path) -> None:
+    first, again = (json.loads(run_program(tmp_path, WORKERS, drawn)) for drawn in ("0", "3"))
+    assert first == again
     assert len({tuple(row) for row in first}) == 4
 
 

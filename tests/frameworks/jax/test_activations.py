@@ -149,7 +149,10 @@ def test_outputs_have_the_names_of_layers_and_results_are_those_without_recordin
     assert not modules.observes_modules()
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "library",
+    [pytest.param(name, marks=[] if name == "nnx" else pytest.mark.release) for name in LIBRARIES],
+)
 def test_a_scan_over_steps_has_the_rows_of_single_steps(library: str, trainings: Trainings) -> None:
     losses, _, run = trainings.scan(library)
     assert losses == SCAN[library]()
@@ -483,7 +486,7 @@ train_linen(3)
 """
 
 
-@pytest.mark.parametrize("names_it", [True, False])
+@pytest.mark.parametrize("names_it", [True, pytest.param(False, marks=pytest.mark.release)])
 def test_watchstep_run_records_them_if_the_configuration_names_them(names_it: bool, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)

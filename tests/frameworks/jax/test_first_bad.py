@@ -604,6 +604,7 @@ assert any("different branches" in note for note in first.notes), first.notes
 """
 
 
+@pytest.mark.release
 def test_shards() -> None:
     environment = {
         **os.environ,

@@ -14,6 +14,7 @@ from tests.processes import environment_of
 PROGRAM = Path(__file__).with_name("stopped_fit.py")
 
 
+@pytest.mark.release
 @pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("keras", "jax")),
     reason="Keras or JAX is not installed",

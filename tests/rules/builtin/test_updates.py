@@ -512,8 +512,15 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.ci if name in {"one-cycle", "warm restarts"} else pytest.mark.release
+        )
+        for name in sorted(SCHEDULES)
+    ],
+)
 def test_schedules_are_ignored(name: str, tmp_path: Path) -> None:
     outcome = evaluate_training(
         lambda hook: trained_with_schedule(hook, "SGD", SCHEDULES[name]),

@@ -221,7 +221,7 @@ def judged(evaluations: Sequence[Sequence[Event]]) -> tuple[list[list[Transition
     ], memories
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @settings(max_examples=examples(100), deadline=None)
 @given(events=runs(), data=st.data())
 def test_splitting_a_run_changes_no_notification(events: list[Event], data: st.DataObject) -> None:

@@ -327,7 +327,7 @@ class Before(Rule[Params, State]):
         return state, findings
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @settings(max_examples=examples(100))
 @given(events=runs(), data=st.data())
 def test_a_rule_looks_back_on_the_same_rows_however_a_run_is_split(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.sdk.programs import run_program
 
 pytestmark = pytest.mark.ci
 
@@ -76,19 +74,8 @@ print(json.dumps([rank, found]))
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks saw, by training; in the last of them the first rank makes an update more than the other."""
     folder = tmp_path_factory.mktemp("ranks")
-    program = folder / "train.py"
-    program.write_text(PROGRAM)
-    torchrun = Path(sys.executable).with_name("torchrun")
-    done = subprocess.run(
-        [torchrun, "--standalone", "--nproc-per-node", "2", str(program), str(folder / "runs")],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "WATCHSTEP_ATTEMPT": "a"},
-    )
-    assert done.returncode == 0, done.stderr
-    verdicts = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    output = run_program(folder, PROGRAM, folder / "runs", ranks=2, WATCHSTEP_ATTEMPT="a")
+    verdicts = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
     return [found for _, found in sorted(verdicts)]
 
 

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from tests.sdk.programs import run_program
+from tests.processes import run_python
 from tests.sdk.training import EVERY_STEP, recorded
 from watchstep import Cadence, CaptureConfig, Collection, Hook, Run, open_run
 from watchstep.capture.config import TensorLimits
@@ -446,7 +446,7 @@ assert sys.modules["torch"] is None
 
 @pytest.mark.ci
 def test_arrays_need_no_torch(tmp_path: Path) -> None:
-    run_program(tmp_path, WITHOUT_TORCH, tmp_path, PYTHONWARNINGS="error")
+    run_python("-W", "error", "-c", WITHOUT_TORCH, tmp_path)
 
 
 RARE = CaptureConfig(collections={"custom": Cadence(every=1000), "losses": Cadence()}, system=None)

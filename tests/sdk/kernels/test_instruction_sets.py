@@ -111,7 +111,7 @@ def test_counts_are_those_of_numpy(kernel: NativeKernel, sort: Sort, size: int, 
     assert np.array_equal(row.histogram.counts, due.histogram.counts)
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @given(
     power=st.integers(-149, 126),
     mean=st.sampled_from([0.0, 1.0, 1e3]),
@@ -133,6 +133,7 @@ def test_sums_at_every_scale(kernel: NativeKernel, power: int, mean: float, size
     assert float(row.m2[0]) == pytest.approx(float(due.m2[0]), rel=8e-6, abs=1e-13 * float(due.square_sum[0]))
 
 
+@pytest.mark.ci
 def test_tensors_of_one_call_share_nothing(kernel: NativeKernel) -> None:
     """Tensors of every kind, in one call and one by one."""
     rng = np.random.default_rng(0)

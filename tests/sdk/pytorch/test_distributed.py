@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +58,20 @@ dist.destroy_process_group()
 """
 
 
-def trained(tmp_path: Path, kind: str, ranks: int = 2) -> Run:
-    run_program(
-        tmp_path, PROGRAM, kind, tmp_path / "runs", ranks=ranks, WATCHSTEP_RUN="r", WATCHSTEP_ATTEMPT="a"
-    )
-    return open_run(tmp_path / "runs" / "default" / "r")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """The training of a kind, which its tests share."""
+
+    @functools.cache
+    def run_of(kind: str) -> Run:
+        folder = tmp_path_factory.mktemp(kind)
+        ranks = 4 if kind == "hsdp" else 2
+        run_program(
+            folder, PROGRAM, kind, folder / "runs", ranks=ranks, WATCHSTEP_RUN="r", WATCHSTEP_ATTEMPT="a"
+        )
+        return open_run(folder / "runs" / "default" / "r")
+
+    return run_of
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +96,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 NAMES = ("0.weight", "2.bias", "0.weight:gradient", "2.weight:gradient")
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("hsdp", 4)])
-def test_shards_merge_to_what_one_process_sees(tmp_path: Path, alone: Run, kind: str, ranks: int) -> None:
-    run = trained(tmp_path, kind, ranks)
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+def test_shards_merge_to_what_one_process_sees(trained: Callable[[str], Run], alone: Run, kind: str) -> None:
+    run = trained(kind)
     for name in NAMES:
         for figure in ("count", "square_sum", "min", "mean"):
             merged, whole = (held.series(name, figure, merge=True) for held in (run, alone))
@@ -115,8 +126,10 @@ def distinct(run: Run, name: str) -> dict[int, int]:
 
 
 @pytest.mark.release
-def test_of_equal_replicas_one_records_and_both_send_checksums(tmp_path: Path, alone: Run) -> None:
-    run = trained(tmp_path, "ddp")
+def test_of_equal_replicas_one_records_and_both_send_checksums(
+    trained: Callable[[str], Run], alone: Run
+) -> None:
+    run = trained("ddp")
     for name in NAMES:
         assert run.tensor(name).workers == [0]
         held, whole = run.series(name, "square_sum"), alone.series(name, "square_sum")
@@ -126,13 +139,13 @@ def test_of_equal_replicas_one_records_and_both_send_checksums(tmp_path: Path, a
 
 
 @pytest.mark.release
-def test_checksums_tell_replicas_apart_that_went_their_own_way(tmp_path: Path) -> None:
-    run = trained(tmp_path, "ddp-diverging")
+def test_checksums_tell_replicas_apart_that_went_their_own_way(trained: Callable[[str], Run]) -> None:
+    run = trained("ddp-diverging")
     assert distinct(run, "0.bias:checksum") == {0: 1, 100: 2}
 
 
-def test_each_shard_of_a_replica_has_its_checksum(tmp_path: Path) -> None:
-    run = trained(tmp_path, "hsdp", 4)
+def test_each_shard_of_a_replica_has_its_checksum(trained: Callable[[str], Run]) -> None:
+    run = trained("hsdp")
     for shard in (0, 1):
         found = checksums(run, f"0.weight:checksum_{shard}")
         assert {step: (len(values), len(set(values))) for step, values in found.items()} == {

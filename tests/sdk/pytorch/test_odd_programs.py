@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.sdk.programs import run_program
+from tests.processes import run_python
 from tests.sdk.training import (
     EVERY_STEP,
     Composed,
@@ -627,7 +627,7 @@ def test_a_saved_model_loads_where_watchstep_is_not(tmp_path: Path) -> None:
         "import sys; sys.modules['watchstep'] = None\n"
         "import torch; print(torch.load(sys.argv[1], weights_only=False)(torch.ones(1, 8)).shape)"
     )
-    assert run_program(tmp_path, program, tmp_path / "model.pt") == "torch.Size([1, 2])\n"
+    assert run_python("-c", program, tmp_path / "model.pt") == "torch.Size([1, 2])\n"
 
 
 def test_an_average_of_the_model_trains_on_beside_it(tmp_path: Path) -> None:

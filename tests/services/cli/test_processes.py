@@ -159,7 +159,7 @@ def failing_worker(folder: Path, lives: int) -> Iterator[subprocess.Popen[bytes]
             running.wait()
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_worker_starts_again_after_an_unrecoverable_error(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with failing_worker(tmp_path, lives=1) as running:

@@ -195,7 +195,18 @@ def lived(place: Place, point: str, deaths: int) -> tuple[Mortal, CountedJob]:
     return mortal, job
 
 
-@pytest.mark.parametrize("point", DIED_AT)
+# PostgreSQL differs in transactions and locks, which every fourth point shows; all of them wait for a release.
+@pytest.mark.parametrize(
+    ("place", "point"),
+    [
+        *(("sqlite", point) for point in DIED_AT),
+        *(
+            pytest.param("postgresql", point, marks=pytest.mark.release if number % 4 else pytest.mark.ci)
+            for number, point in enumerate(DIED_AT)
+        ),
+    ],
+    indirect=["place"],
+)
 def test_whoever_dies_at_a_point_loses_and_doubles_nothing(place: Place, point: str) -> None:
     mortal, job = lived(place, point, deaths=2)
     driven, run_id = mortal.driven, mortal.run_id

@@ -44,13 +44,13 @@ for line in sys.stdin:
     elif word == "wait":  # until so many rows are on the store
         import time
         while hook.health["counts"].get("rows", 0) < int(numbers[0]):
-            time.sleep(0.005)
+            time.sleep(0.02)
     elif word == "role":
         import time
         role = None
         while role is None:
             role = hook._ending._writer._uploader._role
-            time.sleep(0.005)
+            time.sleep(0.02)
         print(type(role).__name__, flush=True)
         continue
     elif word == "train":  # at a pace, until it is stopped

@@ -213,7 +213,7 @@ with watchstep.Hook(sys.argv[1], run="r", config=watchstep.CaptureConfig(overhea
 def test_workers_that_load_data_are_counted_and_sample_nothing_themselves(tmp_path: Path) -> None:
     if not hasattr(torch.multiprocessing, "_set_thread_name"):
         pytest.skip("before PyTorch 2.6 workers have no name")
-    run_program(tmp_path, WORKERS, tmp_path, timeout=600, PYTHONWARNINGS="error")
+    run_program(tmp_path, WORKERS, tmp_path, PYTHONWARNINGS="error")
     run = open_run(str(tmp_path / "default" / "r"))
     assert run.workers == [0]
     assert max(run.series(DATA_WORKERS, "max")["max"].to_pylist()) == 2.0

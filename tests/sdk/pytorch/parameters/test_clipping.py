@@ -234,7 +234,7 @@ def test_parameters_of_another_model_are_not_recorded(tmp_path: Path) -> None:
     assert norms_of(run) == []
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_clipping_in_compiled_code(tmp_path: Path) -> None:
     def losses(store: Path | None) -> list[float]:
         torch.compiler.reset()

@@ -316,7 +316,7 @@ def test_an_optimizer_around_another_shares_its_closure(tmp_path: Path) -> None:
     assert hook.health["faults"] == {}
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_compiled_step_contains_the_body_itself(tmp_path: Path) -> None:
     model, optimizer = with_sgd(torch.nn.Linear(4, 1))
     with skipping(tmp_path, model, optimizer):

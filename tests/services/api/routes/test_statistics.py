@@ -154,17 +154,12 @@ def test_sql(recorded: Api) -> None:
 REFUSED = [
     "SELECT * FROM read_csv('/etc/passwd')",
     "COPY statistics TO '/tmp/x'",
-    "SELECT getenv('HOME')",
-    "SELECT * FROM duckdb_settings()",
-    "ATTACH '/tmp/x.db'",
-    "SELECT 1; SELECT 2",
-    "SELECT * FROM other",
     "SELEC",
     "SELECT nothing FROM statistics",
-    "INSERT INTO statistics SELECT * FROM statistics",
     "SELECT 'a' || chr(0)",
     "",
 ]
+"""One of each kind of refusal; what is refused is tested with rules and with the SDK's queries."""
 
 
 @pytest.mark.ci

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.sdk.programs import run_program
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, nan_from
 from watchstep.format import layout
@@ -188,22 +186,7 @@ def test_a_memory_that_cannot_be_read_begins_anew(sqlite: Database, folder_store
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the run."""
     folder = tmp_path_factory.mktemp("ranks")
-    program = folder / "train.py"
-    program.write_text(PROGRAM)
-    done = subprocess.run(
-        [
-            Path(sys.executable).with_name("torchrun"),
-            *("--standalone", "--nproc-per-node", "2"),
-            program,
-            folder / "runs",
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "WATCHSTEP_RUN": "r", "WATCHSTEP_ATTEMPT": "a"},
-    )
-    assert done.returncode == 0, done.stderr
+    run_program(folder, PROGRAM, folder / "runs", ranks=2, WATCHSTEP_RUN="r", WATCHSTEP_ATTEMPT="a")
     return folder / "runs" / "test" / "r"
 
 

@@ -202,8 +202,9 @@ OTHERS = {
 @pytest.mark.ci
 @pytest.mark.parametrize("other", OTHERS)
 def test_only_completed_runs_of_the_same_program_without_an_alert_count(
-    compared: Driven, folder_store: Store, other: str
+    sqlite: Database, folder_store: Store, other: str
 ) -> None:
+    compared = Driven(make_service(sqlite, folder_store, RULES))
     program, of_other, value, state = OTHERS[other]
     for number in range(SOUND - 1):
         recorded(compared, folder_store, f"sound-{number}", program=program)
