@@ -135,7 +135,6 @@ def test_a_healthy_run_is_left_alone(launch: Launch) -> None:
     assert open_run(launched.url).steps() == list(range(300))
 
 
-@pytest.mark.release
 def test_ranks_that_hand_over_to_one_are_judged_and_stopped_together(launch: Launch) -> None:
     launched = launch(SEVERAL_RANKS)
     launched.wait_for("stopped")

@@ -167,8 +167,8 @@ def draw_heatmap(axes: Axes, heatmap: HeatCells, statistic: str) -> None:
     axes.set_title(label(f"{statistic} by layer{red_text}", 100), fontsize=9, loc="left", **PLAIN)
     if np.isfinite(values).any():
         middle = np.sqrt(scale.low * scale.high) if scale.is_log else (scale.low + scale.high) / 2
-        ticks = [scale.low, middle, scale.high]  # those that matplotlib chooses overlap on less than a decade
-        bar = axes.figure.colorbar(mesh, ax=axes, pad=0.01, extend="both", ticks=ticks, format="%.3g")
+        shown = [scale.low, middle, scale.high]  # those that matplotlib chooses overlap on less than a decade
+        bar = axes.figure.colorbar(mesh, ax=axes, pad=0.01, extend="both", ticks=shown, format="%.3g")
         bar.ax.minorticks_off()
         bar.ax.tick_params(labelsize=7)
 

@@ -40,7 +40,8 @@ class Attention(nn.Module):
             part.view(*part.shape[:2], 2, 4).transpose(1, 2) for part in self.qkv(self.norm(x)).split(8, 2)
         )
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return x + self.out(attended.transpose(1, 2).flatten(2))
+        mixed: Tensor = x + self.out(attended.transpose(1, 2).flatten(2))
+        return mixed
 
 
 class Language(nn.Module):
@@ -56,7 +57,8 @@ class Language(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.block(self.tokens(x.argmax(-1)))
-        return self.head(x + self.narrow(self.act(self.wide(x))))[:, 0]
+        logits: Tensor = self.head(x + self.narrow(self.act(self.wide(x))))
+        return logits[:, 0]
 
 
 class Experts(nn.Module):
@@ -73,7 +75,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.head(self.act(self.experts[self.calls % 2](x)))[:, 0]
+        logits: Tensor = self.head(self.act(self.experts[self.calls % 2](x)))
+        return logits[:, 0]
 
 
 def images() -> nn.Module:
@@ -83,7 +86,7 @@ def images() -> nn.Module:
     )  # fmt: skip
 
 
-def layers() -> nn.Module:
+def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Softplus(), nn.Linear(16, 6))
 
 
@@ -94,7 +97,8 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return self.head(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
