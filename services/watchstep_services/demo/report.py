@@ -352,6 +352,8 @@ class Display:
         if self._updates % _PLAIN_EVERY == 0 or all(watched.settled for watched in self._runs):
             line = "  ".join(
                 f"{watched.label}: step {watched.last_step} loss {figure(watched.loss)} {watched.state}"
+                if watched.last_step >= 0
+                else f"{watched.label}: {watched.state}"
                 for watched in self._runs
             )
             self._console.print(line, soft_wrap=True, highlight=False)
