@@ -16,6 +16,7 @@ were; such modules are reported as not observed.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import time
@@ -434,6 +435,7 @@ class ActivationHooks:
             except Exception as error:  # noqa: BLE001 - a module whose attributes raise: the others are recorded
                 session.health.fault("activations", error)
         self._hooked = hooked
+        self._hooked_names = frozenset(itertools.chain(*self._hooked_collections))
 
     @property
     def dispatch_seconds(self) -> float:
@@ -521,7 +523,7 @@ class ActivationHooks:
     def _any_due(self, mode: Mode) -> bool:
         """Return whether something is due for a module in a pass that begins."""
         step = self._recorder.step
-        if not self._schedule.any_due(self._session.used_collections, step):
+        if mode == "train" and not self._schedule.any_due(self._hooked_names, step):
             return False
         due = [
             charged for chosen in self._hooked_collections if (charged := self._due(chosen, mode)) is not None
