@@ -18,6 +18,7 @@ from sqlalchemy import select
 from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.format.block import Block, concatenate
 from watchstep.format.layout import SegmentKey
+from watchstep.reading.budget import OverBudgetError, ReadBudget
 from watchstep.reading.compacted import COMPACTED
 from watchstep.reading.index import RunIndex
 from watchstep.store.store import Store
@@ -31,6 +32,9 @@ from watchstep_services.service.judging import LostContext
 
 _MOST_ROWS = 500_000
 """Rows in memory after which rows outside the lookback are dropped."""
+
+_SECONDS, _MEGABYTES = 60, 1024
+"""Limits of reading a range of steps from a compacted run. A range is a quarter of that, unless a hostile writer chose its rows."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ class _CompactedRun:
         self._opened: tuple[RunIndex, StepReader | None] | None = None
 
     def rows_of(self, segment: _JudgedSegment) -> Block | None:
-        """The rows of a segment; None if they are not in the compacted run, or cannot be distinguished from others.
+        """The rows of a segment; None if they are not in the compacted run, cannot be distinguished from others, or take too much to read.
 
         Raises:
             StoreError: the store did not answer.
@@ -151,7 +155,11 @@ class _CompactedRun:
             return None
         parts = []
         for rank, first, last, rows in segment.ranks:
-            part = reader.rows_of(rank, first, last)
+            index.budget = ReadBudget(_SECONDS, _MEGABYTES)
+            try:
+                part = reader.rows_of(rank, first, last)
+            except OverBudgetError:
+                return None
             # A rank's step is never split, so these rows are exactly the segment's.
             if len(part) != rows:
                 return None

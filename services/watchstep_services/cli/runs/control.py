@@ -76,7 +76,9 @@ def cadence(
     cadences = dict(_cadence(text) for text in every or ())
     client, name = _client_and_run(run, store, service)
     client.set_cadence(name, cadences)
-    intervals = ", ".join(f"{collection} every {steps} step{'s' * (steps != 1)}" for collection, steps in cadences.items())
+    intervals = ", ".join(
+        f"{collection} every {steps} step{'s' * (steps != 1)}" for collection, steps in cadences.items()
+    )
     console().print(f"{run}: {intervals or 'the workers choose the cadence'}")
 
 

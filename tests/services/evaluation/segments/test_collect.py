@@ -26,7 +26,7 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.core.failpoints import listening
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import RunRow
-from watchstep_services.evaluation import collect
+from watchstep_services.evaluation import collect, context
 from watchstep_services.evaluation.inbox import GapTimeout, InboxEntry, make_plan
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.rule_configs import put_one
@@ -344,9 +344,14 @@ def test_a_compacted_run_gives_the_context_of_its_segments(
     assert health == {}
 
 
-@pytest.mark.parametrize("damage", ["deleted", "damaged"])
-def test_a_run_is_judged_without_context_that_is_lost(driven_sqlite: Driven, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["deleted", "damaged", "too large"])
+def test_a_run_is_judged_without_context_that_is_lost(
+    driven_sqlite: Driven, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recording, run_id = judged(driven_sqlite)
+    if damage == "too large":
+        compact(recording.store)
+        monkeypatch.setattr(context, "_MEGABYTES", 0.001)
     for key in recording.written["w0"]:
         if damage == "deleted":
             recording.store.delete(key.path)
