@@ -329,7 +329,7 @@ def _explained(
             limits = [("threshold", evidence.thresholds)] if isinstance(evidence.thresholds, float) else []
             figure = "mean" if evidence.figure == pictures.VALUE else evidence.figure
             chart = LineChart("", _series(run, name, figure), marks, limits)
-            why = f"{alert.name} at step {alert.step}: {alert.message}"
+            why = f"{alert.name}, bad from step {alert.step}: {alert.message}"
             explained[name] = ExplainedTensor(name, why, chart)
     deviations, notes = _deviations(run, onset)
     for deviation in deviations:
