@@ -360,7 +360,8 @@ class _NotingHook(ModuleHook):
         noted = output
         if self._of_input:
             noted = args[0] if len(args) == 1 and not kwargs else None
-            unmeasured.output = weakref.ref(output) if type(output) is Tensor else None
+            if unmeasured.step != -1:
+                unmeasured.output = weakref.ref(output) if type(output) is Tensor else None
         if (
             unmeasured.step == unmeasured.recorder.step
             and type(noted) is Tensor
@@ -549,7 +550,11 @@ class ActivationHooks:
 
     def learn(self, root: Any) -> None:
         """Learn where the outputs of a measured pass are in the graph of its loss, given its backward function."""
-        self._saved_outputs.learn(root)
+        try:
+            self._saved_outputs.learn(root)
+        except Exception as error:  # noqa: BLE001 - the loss of this graph is recorded nevertheless
+            self._saved_outputs.give_up()
+            self._session.health.fault("activations", error)
 
     def record_live(self, root: Any) -> None:
         """Measure the outputs that still exist, unless this pass has already been measured.
@@ -602,7 +607,7 @@ class ActivationHooks:
             self._save(observed.input, given, mode)
         if mode == "train":
             if observed.describe is not None:
-                self._saved_outputs.note(observed.describe, output)
+                self._saved_outputs.note(observed.describe, module, output)
             if observed.is_model:
                 self._saved_outputs.note_model(output)
         collections = observed.output.info.collections

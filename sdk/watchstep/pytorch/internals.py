@@ -288,17 +288,24 @@ def offset_of_shard(shape: Sequence[int], mesh: Any, placements: Any) -> Sequenc
 _PERMANENT_HOOKS = "nothing is lost: hooks of layers stay in passes without measurements, which costs time"
 
 _saved_hooks = Name("torch._C._autograd._top_saved_tensors_default_hooks", _PERMANENT_HOOKS)
+_unpack_hook = Name("torch._C._autograd.SavedTensor.unpack_hook", _PERMANENT_HOOKS)
 _base = Name("torch.Tensor._base", _PERMANENT_HOOKS)
 
 
 def reads_graphs() -> bool:
     """Return whether the tensors that a graph has saved can be found."""
-    return not (_node_number.is_missing or _saved_hooks.is_missing or _base.is_missing)
+    needed = (_node_number, _saved_hooks, _unpack_hook, _base)
+    return not any(internal.is_missing for internal in needed)
 
 
 def packs_saved_tensors() -> bool:
     """Return whether what operations save for the backward pass is packed by the program, as in activation checkpointing."""
     return _saved_hooks.value(False) is not None
+
+
+def is_packed(saved: Any) -> bool:
+    """Return whether the program has packed what a function has saved, given as ``_raw_saved_…``, or that is unknown."""
+    return getattr(saved, "unpack_hook", saved) is not None
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -1,7 +1,9 @@
 """Outputs of modules that the autograd graph of a loss keeps in memory, found without a hook of each module.
 
 A pass with hooks shows which backward function has made the output of a module, and which functions have saved it. Graphs of the same form
-have the same functions in the same order of execution, with the same parameters. So the outputs of a later pass are named by the plan of an earlier one.
+have the same functions in the same order of execution, with the same inputs and parameters. So the outputs of a later pass are named by the plan of an
+earlier one. Layers without a trainable parameter look alike in a graph: a program whose graph contains such layers with tensors of their own needs its hooks, and
+so does one in which graphs of the same form had different outputs.
 
 Nothing of a graph is kept: functions are known by their sequence numbers, and outputs by the addresses of their memory, while their pass lasts. A function
 can only have saved an output that existed when it ran, so that the address of its input identifies it.
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from watchstep.pytorch import internals
 from watchstep.pytorch.gate import Describe
@@ -61,13 +63,13 @@ class _Place:
 
     Attributes:
         describe: Describes it.
-        function: Place of the function that saved it, in the order of execution; None if it is the output of the model.
-        attribute: Name of the saved tensor.
+        function: Place of the function that saved it, in the order of execution; of the one that made it if it is the output of the model.
+        attribute: Name of the saved tensor; empty if it is the output of the model.
         is_base: Whether the output is the tensor of which the saved one is a view.
     """
 
     describe: Describe
-    function: int | None = None
+    function: int
     attribute: str = ""
     is_base: bool = False
 
@@ -97,13 +99,16 @@ class SavedOutputs:
         self._is_learning = not self._gives_up and (self._passes <= _FIRST_PASSES or is_power)
         return self._is_learning
 
-    def note(self, describe: Describe, output: Any) -> None:
+    def note(self, describe: Describe, module: nn.Module, output: Any) -> None:
         """Note the output of a module."""
         if not self._is_learning:
             return
-        if internals.packs_saved_tensors():  # to read what is packed may compute it again
+        if internals.packs_saved_tensors():
             self.give_up()
         elif type(output) is Tensor and output.layout is torch.strided and output.grad_fn is not None:
+            if _is_frozen(module):
+                self.give_up()
+                return
             memory = (output.data_ptr(), output.numel(), output.dtype)
             self._noted.append(_Noted(describe, internals.number_of(output.grad_fn), memory))
 
@@ -127,11 +132,10 @@ class SavedOutputs:
             self.give_up()
             return
         form = _form(functions)
-        if form not in self._plans:
-            if len(self._plans) >= _MAX_FORMS:
-                self.give_up()
-                return
-            self._plans[form] = _plan(functions, noted, self._number_of_model)
+        plan = _plan(functions, noted, self._number_of_model)
+        if self._plans.setdefault(form, plan) != plan or len(self._plans) > _MAX_FORMS:
+            self.give_up()
+            return
         self.is_ready = self._passes >= _FIRST_PASSES and any(self._plans.values())
 
     def give_up(self) -> None:
@@ -153,13 +157,33 @@ class SavedOutputs:
             return None
         found = []
         for place in plan:
-            output = model_output
-            if place.function is not None:
-                saved = _saved(functions[place.function], place.attribute)
+            function = functions[place.function]
+            if place.attribute:
+                saved = _saved(function, place.attribute)
                 output = internals.base_of(saved) if saved is not None and place.is_base else saved
+            else:
+                output = model_output if _is_made_by(model_output, function) else None
             if output is not None:
                 found.append((place.describe, output.detach()))
         return found
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    """Return whether a module has tensors of its own, none of which is trained: its functions do not show that they are of this module."""
+    own = (*internals.parameters_of(module).values(), *internals.buffers_of(module).values())
+    own = [tensor for tensor in own if tensor is not None]
+    return bool(own) and not any(tensor.requires_grad for tensor in own)
+
+
+def _is_made_by(output: Tensor | None, function: Any) -> bool:
+    """Return whether a tensor is the result of a function: the program may have called the model again since."""
+    maker = None if output is None else output.grad_fn
+    return maker is not None and internals.number_of(maker) == internals.number_of(function)
+
+
+def _name(function: Any) -> str:
+    """Return the kind of a function. One of the program's may have an attribute ``name``."""
+    return str(type(function).name(function))
 
 
 def _functions(root: Any) -> list[Any] | None:
@@ -170,7 +194,7 @@ def _functions(root: Any) -> list[Any] | None:
     seen, waiting = {id(root): root}, [root]
     while waiting:
         for function, _ in waiting.pop().next_functions:
-            if function is not None and id(function) not in seen and function.name() != _LEAF:
+            if function is not None and id(function) not in seen and _name(function) != _LEAF:
                 if len(seen) >= _MAX_FUNCTIONS:
                     return None
                 seen[id(function)] = function
@@ -180,19 +204,22 @@ def _functions(root: Any) -> list[Any] | None:
     return functions if len(numbers) == len(functions) else None
 
 
-def _form(functions: Iterable[Any]) -> tuple[Any, ...]:
-    """Return what graphs of the same form have in common: the kinds of their functions, and the parameters that each of them uses."""
+def _form(functions: list[Any]) -> tuple[Any, ...]:
+    """Return what graphs of the same form have in common: the kinds of their functions, and the functions and parameters whose results each of them uses."""
+    place_of = {internals.number_of(function): place for place, function in enumerate(functions)}
     return tuple(
-        (
-            function.name(),
-            *(
-                id(leaf.variable)
-                for leaf, _ in function.next_functions
-                if leaf is not None and leaf.name() == _LEAF
-            ),
-        )
+        (_name(function), *(_input(other, place_of) for other, _ in function.next_functions))
         for function in functions
     )
+
+
+def _input(function: Any, place_of: dict[int, int]) -> tuple[str, int] | None:
+    """Return the place of a function, or the identity of a parameter; None for an input without gradients."""
+    if function is None:
+        return None
+    if _name(function) == _LEAF:
+        return "parameter", id(function.variable)
+    return "function", place_of[internals.number_of(function)]
 
 
 def _plan(functions: list[Any], noted: list[_Noted], number_of_model: int) -> list[_Place]:
@@ -201,7 +228,7 @@ def _plan(functions: list[Any], noted: list[_Noted], number_of_model: int) -> li
     users: defaultdict[int, list[int]] = defaultdict(list)
     for place, function in enumerate(functions):
         for other, _ in function.next_functions:
-            if other is not None and other.name() != _LEAF:
+            if other is not None and _name(other) != _LEAF:
                 users[place_of[internals.number_of(other)]].append(place)
     plan = []
     for output in noted:
@@ -215,7 +242,7 @@ def _plan(functions: list[Any], noted: list[_Noted], number_of_model: int) -> li
                 break
         else:
             if output.number == number_of_model:
-                plan.append(_Place(output.describe))
+                plan.append(_Place(output.describe, maker))
     return plan
 
 
@@ -229,7 +256,7 @@ def _users_of(maker: int, functions: list[Any], users: dict[int, list[int]]) -> 
             continue
         seen.add(place)
         yield place
-        if functions[place].name().partition("Backward")[0] in _VIEWS:
+        if _name(functions[place]).partition("Backward")[0] in _VIEWS:
             waiting += users.get(place, ())
 
 
@@ -252,8 +279,13 @@ def _saved_names(function: Any) -> list[str]:
 
 
 def _saved(function: Any, name: str) -> Tensor | None:
-    """Return what a function has saved under a name, if it is a tensor with memory of its own kind."""
+    """Return what a function has saved under a name, if it is a tensor with memory of its own kind.
+
+    What the program has packed is not read: to unpack it may compute it again, or release it.
+    """
     try:
+        if internals.is_packed(getattr(function, f"_raw{name}", None)):
+            return None
         saved = getattr(function, name, None)
     except RuntimeError:  # it has been released, or was changed in place
         return None

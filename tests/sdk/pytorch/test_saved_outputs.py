@@ -101,6 +101,101 @@ class Checkpointed(nn.Module):
         return logits
 
 
+class Changing(nn.Module):
+    """A model that computes something else in the bad pass, with the same kinds of functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.experts, self.acts = (
+            nn.ModuleList(nn.Linear(6, 6) for _ in range(2)),
+            nn.ModuleList(nn.GELU() for _ in range(2)),
+        )
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(self.hidden(self.first(x), int(self.calls == BAD + 1)))[:, 0]
+
+    def hidden(self, x: Tensor, chosen: int) -> Tensor:
+        raise NotImplementedError
+
+
+class Frozen(Changing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts.requires_grad_(False)
+
+    def hidden(self, x: Tensor, chosen: int) -> Tensor:
+        hidden: Tensor = self.acts[1 - chosen](self.experts[1 - chosen](x))
+        return hidden
+
+
+class SharedCasts(Changing):
+    """Autocast casts the parameters of a layer once for all its calls."""
+
+    def hidden(self, x: Tensor, chosen: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for place in (0, 1, chosen):
+                x = nn.functional.gelu(self.experts[place](x))
+        return x.float()
+
+
+class Alike(Changing):
+    """Layers without parameters, of which only the third pass and the bad one call the second."""
+
+    def hidden(self, x: Tensor, chosen: int) -> Tensor:
+        hidden: Tensor = self.acts[int(chosen or self.calls == 3)](self.experts[0](x))
+        return hidden
+
+
+class CalledAgain(nn.Module):
+    """A model that the program calls again, without gradients, before the backward pass of its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.act, self.head = nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.act(self.hidden(x[:, 0])))
+
+
+class ScaleFunction(torch.autograd.Function):
+    """A function with an attribute that is called like a method of all functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.name = "scale"
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+class Scale(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = ScaleFunction.apply(x)
+        return scaled
+
+
+class Recomputing(nn.Module):
+    """A layer that is checkpointed by itself, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(6))
+        self.calls = 0
+
+    def compute(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (x @ self.weight).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = checkpoint(self.compute, x, use_reentrant=False)
+        return hidden
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "language": Language,
     "images": images,
@@ -168,6 +263,81 @@ def test_outputs_of_a_bad_pass_are_those_that_hooks_see(tmp_path: Path, kind: st
     assert seen
     assert {name: found.get(name) for name in seen} == seen
     assert any(float(row[MEASURED.index("nan")]) > 0 for row in found.values())
+
+
+@pytest.mark.parametrize("kind", [Frozen, SharedCasts, Alike])
+def test_no_output_is_named_that_another_layer_has_made(tmp_path: Path, kind: type[Changing]) -> None:
+    torch.manual_seed(3)
+    train(tmp_path / "graph", kind())
+    found = outputs_of_bad_step(tmp_path / "graph")
+    internals.look_up(absent={"torch.Tensor._base"})
+    torch.manual_seed(3)
+    train(tmp_path / "hooks", kind())
+    assert found.items() <= outputs_of_bad_step(tmp_path / "hooks").items()
+
+
+def test_an_output_of_the_model_is_that_of_the_pass_of_the_loss(tmp_path: Path) -> None:
+    model = CalledAgain()
+    with Hook(tmp_path, run="r", config=RARELY) as hook:
+        hook.watch(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(BAD + 1):
+            optimizer.zero_grad()
+            output = model(torch.ones(4, 5, 6))
+            again = None
+            if step == BAD:
+                with torch.no_grad():
+                    again = model(torch.full((4, 5, 6), 2.0))
+            loss = output.mean() * (torch.nan if step == BAD else 1.0)
+            loss.backward()
+            optimizer.step()
+    del again
+    (_, count, nan, _) = outputs_of_bad_step(tmp_path)["head:output"]
+    assert (count, nan) == ("24", "0")
+    assert float(outputs_of_bad_step(tmp_path)["head:output"][0]) == pytest.approx(output.sum().item())
+
+
+def test_a_function_with_an_attribute_called_name_loses_no_loss(tmp_path: Path) -> None:
+    train(tmp_path, nn.Sequential(nn.Linear(6, 6), Scale(), nn.Linear(6, 6)))
+    assert len(open_run(tmp_path / "default" / "r").tensor("loss").statistics()) == BAD + 1
+
+
+class OnlyOnce(torch.autograd.graph.saved_tensors_hooks):
+    """Packing that releases what it has unpacked, as offloading of activations does."""
+
+    def __init__(self) -> None:
+        stored: list[Tensor | None] = []
+
+        def pack(tensor: Tensor) -> int:
+            stored.append(tensor.detach())
+            return len(stored) - 1
+
+        def unpack(place: int) -> Tensor:
+            tensor, stored[place] = stored[place], None
+            if tensor is None:
+                raise LookupError("unpacked twice")
+            return tensor
+
+        super().__init__(pack, unpack)
+
+
+def test_what_only_the_loss_has_packed_is_not_unpacked(tmp_path: Path) -> None:
+    model = layers()
+    with Hook(tmp_path, run="r", config=RARELY) as hook:
+        hook.watch(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(BAD + 1):
+            optimizer.zero_grad()
+            output = model(torch.ones(4, 6))
+            with OnlyOnce():
+                loss = nn.functional.cross_entropy(output, torch.arange(4))
+                loss = loss * (torch.nan if step == BAD else 1.0)
+            loss.backward()
+            optimizer.step()
+
+
+def test_a_layer_that_is_checkpointed_by_itself_is_not_computed_again(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), layer := Recomputing(), nn.Linear(6, 6))
+    train(tmp_path, model)
+    assert layer.calls == 2 * (BAD + 1)
 
 
 def layer_hooks(model: nn.Module) -> int:
