@@ -171,8 +171,8 @@ class SavedOutputs:
 def _is_frozen(module: nn.Module) -> bool:
     """Return whether a module has tensors of its own, none of which is trained: its functions do not show that they are of this module."""
     own = (*internals.parameters_of(module).values(), *internals.buffers_of(module).values())
-    own = [tensor for tensor in own if tensor is not None]
-    return bool(own) and not any(tensor.requires_grad for tensor in own)
+    trained = [tensor.requires_grad for tensor in own if tensor is not None]
+    return bool(trained) and not any(trained)
 
 
 def _is_made_by(output: Tensor | None, function: Any) -> bool:
