@@ -40,7 +40,7 @@ from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch import internals
 from watchstep.pytorch.device_kernel import capturing
-from watchstep.pytorch.gate import Describe, LiveOutputs
+from watchstep.pytorch.gate import Describe, LiveOutputs, version_of
 from watchstep.pytorch.names import Names, dtype_name, placement_of
 from watchstep.pytorch.observable import ModuleHook, dense_values
 from watchstep.pytorch.probes.activations import (
@@ -371,7 +371,7 @@ class _NotingHook(ModuleHook):
             and graph_task_id.value() == -1
             and functorch_level.value() is None
         ):
-            unmeasured.note((self._describe, (weakref.ref(noted),), unmeasured.time_ns))
+            unmeasured.note((self._describe, (weakref.ref(noted),), (version_of(noted),), unmeasured.time_ns))
         else:
             super().__call__(module, args, kwargs, output)
 

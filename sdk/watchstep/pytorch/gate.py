@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from watchstep.capture.steps.record import Group
 from watchstep.kernels import native_kernel
-from watchstep.pytorch import device_kernel
+from watchstep.pytorch import device_kernel, internals
 from watchstep.pytorch.device_kernel import NonfiniteCheck
 from watchstep.pytorch.kernel import all_finite, device_tensors, distinct_elements, native_ranges
 from watchstep.pytorch.optimizer_map import OptimizerMap
@@ -204,6 +204,28 @@ class PendingLosses:
         return self.arrived
 
 
+_RECTIFIERS = frozenset(("Relu", "LeakyRelu", "Hardtanh", "Threshold", "Elu", "Silu", "Hardswish"))
+"""Functions of activations that often replace the output of the layer before them, and make no finite number non-finite, by their names before ``Backward``."""
+
+
+def is_own(output: Tensor, version: int) -> bool:
+    """Return whether an output has the values that its layer computed, or rectified ones.
+
+    Args:
+        output: The output now, with the function that changed it last.
+        version: `version_of` it when its layer returned it.
+    """
+    changes = version_of(output) - version
+    if not changes or not internals.counts_changes():
+        return True
+    return changes == 1 and type(output.grad_fn).__name__.partition("Backward")[0] in _RECTIFIERS
+
+
+def version_of(output: Tensor) -> int:
+    """Return the number of changes of an output in place; 0 if PyTorch does not count them in inference mode."""
+    return 0 if output.is_inference() else internals.version(output)
+
+
 Describe = Callable[[Tensor], tuple[Group, list[Tensor]] | None]
 """Returns the group and the tensors with statistics of an output; None if it has none."""
 
@@ -212,11 +234,13 @@ class LiveOutputs:
     """Outputs of one forward pass, for as long as other references keep them in memory.
 
     Attributes:
-        append: Adds a function that describes an output if it is measured, a weak reference to the output, and the time of the pass.
+        append: Adds a function that describes an output if it is measured, a weak reference to the output, its version, and the time of the pass.
     """
 
     def __init__(self) -> None:
-        self._outputs: list[tuple[Group | Describe, tuple[weakref.ref[Tensor], ...], int]] = []
+        self._outputs: list[
+            tuple[Group | Describe, tuple[weakref.ref[Tensor], ...], tuple[int, ...], int]
+        ] = []
         self.append = self._outputs.append
 
     def forget(self) -> None:
@@ -226,14 +250,15 @@ class LiveOutputs:
     def note(self, group: Group, outputs: list[Tensor]) -> None:
         """Add weak references to outputs, and the time of their computation."""
         references = tuple(weakref.ref(output) for output in outputs)
-        self._outputs.append((group, references, time.time_ns()))
+        versions = tuple(version_of(output) for output in outputs)
+        self._outputs.append((group, references, versions, time.time_ns()))
 
     def alive(self) -> list[tuple[Group, list[Tensor], int]]:
-        """Return the outputs that still exist, in the order of the forward pass, with their times in nanoseconds since the epoch."""
+        """Return the outputs that still exist as their layers returned them, in the order of the forward pass, with their times in nanoseconds since the epoch."""
         living = []
-        for described, references, time_ns in self._outputs:
+        for described, references, versions, time_ns in self._outputs:
             outputs = [output for reference in references if (output := reference()) is not None]
-            if len(outputs) < len(references):
+            if len(outputs) < len(references) or not all(map(is_own, outputs, versions)):
                 continue
             if isinstance(described, Group):
                 living.append((described, outputs, time_ns))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from watchstep.pytorch import internals
-from watchstep.pytorch.gate import Describe
+from watchstep.pytorch.gate import Describe, is_own, version_of
 
 _MAX_FUNCTIONS = 50_000
 """Maximum number of functions of a graph that is searched: a recurrent network over many steps has more than it has layers."""
@@ -50,11 +50,13 @@ class _Noted:
         describe: Describes it, see `Describe`.
         number: Sequence number of the function that made it.
         memory: Address, number of elements and type.
+        version: Number of its changes in place.
     """
 
     describe: Describe
     number: int
     memory: tuple[int, int, Any]
+    version: int
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ class SavedOutputs:
                 self.give_up()
                 return
             memory = (output.data_ptr(), output.numel(), output.dtype)
-            self._noted.append(_Noted(describe, internals.number_of(output.grad_fn), memory))
+            number = internals.number_of(output.grad_fn)
+            self._noted.append(_Noted(describe, number, memory, version_of(output)))
 
     def note_model(self, output: Any) -> None:
         """Note the output of the model itself, which the program may keep: often that of its last layer."""
@@ -236,7 +239,7 @@ def _plan(functions: list[Any], noted: list[_Noted], number_of_model: int) -> li
         if maker is None:  # the output is not used for the loss
             continue
         for place in _users_of(maker, functions, users):
-            found = _attribute_with(functions[place], output.memory)
+            found = _attribute_with(functions[place], output)
             if found is not None:
                 plan.append(_Place(output.describe, place, *found))
                 break
@@ -260,15 +263,17 @@ def _users_of(maker: int, functions: list[Any], users: dict[int, list[int]]) -> 
             waiting += users.get(place, ())
 
 
-def _attribute_with(function: Any, memory: tuple[int, int, Any]) -> tuple[str, bool] | None:
-    """Return the saved tensor of a function with certain memory, and whether it is the base of what is saved."""
+def _attribute_with(function: Any, output: _Noted) -> tuple[str, bool] | None:
+    """Return the saved tensor of a function that is an output, and whether it is the base of what is saved."""
     for name in _saved_names(function):
         saved = _saved(function, name)
         if saved is None:
             continue
         base = internals.base_of(saved)
         for tensor, is_base in ((saved, False), (base, True)):
-            if tensor is not None and (tensor.data_ptr(), tensor.numel(), tensor.dtype) == memory:
+            if tensor is None or (tensor.data_ptr(), tensor.numel(), tensor.dtype) != output.memory:
+                continue
+            if is_own(tensor, output.version):
                 return name, is_base
     return None
 

@@ -115,7 +115,8 @@ class Changing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.head(self.hidden(self.first(x), int(self.calls == BAD + 1)))[:, 0]
+        logits: Tensor = self.head(self.hidden(self.first(x), int(self.calls == BAD + 1)))
+        return logits[:, 0]
 
     def hidden(self, x: Tensor, chosen: int) -> Tensor:
         raise NotImplementedError
@@ -157,7 +158,8 @@ class CalledAgain(nn.Module):
         self.hidden, self.act, self.head = nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.act(self.hidden(x[:, 0])))
+        logits: Tensor = self.head(self.act(self.hidden(x[:, 0])))
+        return logits
 
 
 class ScaleFunction(torch.autograd.Function):
@@ -175,7 +177,7 @@ class ScaleFunction(torch.autograd.Function):
 
 class Scale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        scaled: Tensor = ScaleFunction.apply(x)
+        scaled: Tensor = ScaleFunction.apply(x)  # type: ignore[no-untyped-call]
         return scaled
 
 
@@ -274,6 +276,32 @@ def test_no_output_is_named_that_another_layer_has_made(tmp_path: Path, kind: ty
     torch.manual_seed(3)
     train(tmp_path / "hooks", kind())
     assert found.items() <= outputs_of_bad_step(tmp_path / "hooks").items()
+
+
+class Overflowing(nn.Module):
+    """A model that changes the output of a layer in place, and overflows in the bad pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.hidden(x[:, 0]).exp_())
+        return logits
+
+
+@pytest.mark.parametrize("absent", [set(), {"torch.Tensor._base"}])
+def test_values_that_an_operation_wrote_in_place_are_not_those_of_the_layer(
+    tmp_path: Path, absent: set[str]
+) -> None:
+    def overflow(step: int) -> None:
+        if step == BAD:
+            nn.init.constant_(model.hidden.bias, 200.0)
+
+    internals.look_up(absent=absent)
+    model = Overflowing()
+    train(tmp_path, model, overflow)
+    assert "hidden:output" not in outputs_of_bad_step(tmp_path)
 
 
 def test_an_output_of_the_model_is_that_of_the_pass_of_the_loss(tmp_path: Path) -> None:
