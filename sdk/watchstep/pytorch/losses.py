@@ -56,7 +56,7 @@ def divisor_of(loss: Tensor) -> float:
     if type(previous).__name__ == _SUMS:
         return 1.0
     saved = internals.saved_other(node)
-    if saved is None or getattr(saved, "unpack_hook", None) is not None:
+    if saved is None or internals.is_packed(saved):
         return 1.0
     number = getattr(saved, "data", None)
     if not isinstance(number, Tensor) or number.dim() or number.device.type != "cpu" or number.requires_grad:
