@@ -372,6 +372,10 @@ def layer_hooks(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) for module in model.modules() if module is not model)
 
 
+@pytest.mark.skipif(
+    not internals.reads_graphs(),
+    reason="this PyTorch does not show which saved tensors are packed: hooks stay",
+)
 @pytest.mark.parametrize(("kind", "resting"), [("language", 0), ("images", 0), ("checkpointed", 6)])
 def test_layers_have_hooks_only_in_measured_passes(tmp_path: Path, kind: str, resting: int) -> None:
     model, present = MODELS[kind](), {}
