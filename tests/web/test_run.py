@@ -38,7 +38,7 @@ def test_what_happened_and_the_way_to_the_layer(visit: Visit, site: Site, dark: 
         verdict = page.locator("#verdict")
         expect(verdict).to_have_text(
             re.compile(
-                r"Bad from step \d+, stopped by nan_or_inf, ended after step \d+, \d+ steps? lost\s+at model:input"
+                r"Bad from step \d+, stopped by nan_or_inf, ended after step \d+, \d+ steps? lost; first bad tensor: model:input"
             )
         )
         step = re.search(r"step (\d+)", verdict.inner_text())
