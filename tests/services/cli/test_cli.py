@@ -252,7 +252,7 @@ def test_serve_prints_alerts_with_explanations(tmp_path: Path) -> None:
         shown = run_command("runs", "alerts", "vision/ill", "--store", tmp_path)
         assert shown.returncode == 0, shown.stderr
         assert shown.stdout.startswith("non_finite_values (warning) firing: bad from step 2 (attempt ")
-        assert "  seen    1 NaN among 1 elements of loss, 0 tolerated\n" in shown.stdout
+        assert "  seen    at step 3: 1 NaN among 1 elements of loss, 0 tolerated\n" in shown.stdout
         assert "error: rule" not in shown.stdout
         # Which others have no data depends on how much of the run was read by then.
         [without] = [line for line in shown.stdout.splitlines() if line.startswith("no data: ")]

@@ -195,7 +195,7 @@ def test_what_operators_do_with_an_alert(folder: Path) -> None:
     assert "would have been stopped by rule mine" in stops
     assert "it was not stopped: the rule is not allowed to stop jobs" in stops
     assert "stop requested by rule nan_or_inf" in stops
-    assert "allowed by the owner's rule file" in stops
+    assert "allowed by a default rule" in stops
     assert "mine may stop jobs of vision" in told("rules", "allow-stop", "mine", "--reason", "tried", *of)
     assert "tried" in told("rules", "stop-grants", *of)
     assert "may no longer stop jobs of vision" in told(
