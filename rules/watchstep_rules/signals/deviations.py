@@ -37,6 +37,9 @@ MIN_SPREADS = 6.0
 MIN_STEPS = 16
 """Minimum number of earlier values of a series. With fewer, the spread is not meaningful."""
 
+_MIN_STEPS_OF_SHARE = 3
+"""The same for the share of values that are not finite: it is usually 0, without a spread."""
+
 MAX_STEPS = 200
 ONSET_STEPS = 20
 """A series without a row at the step is compared at its first row within this number of steps."""
@@ -211,7 +214,7 @@ def _deviation(columns: Columns, name: str, statistic: str, step: int) -> Deviat
     values: Floats = columns[statistic].astype(np.float64)
     onset = np.flatnonzero((steps >= step) & (steps < step + ONSET_STEPS) & np.isfinite(values))
     before = np.flatnonzero((steps < step) & np.isfinite(values))[-MAX_STEPS:]
-    if not len(onset) or len(before) < MIN_STEPS:
+    if not len(onset) or len(before) < (_MIN_STEPS_OF_SHARE if statistic == "nonfinite_share" else MIN_STEPS):
         return None
     onset_step, value = int(steps[onset[0]]), float(values[onset[0]])
     past = values[before]

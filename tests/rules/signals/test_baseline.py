@@ -257,6 +257,14 @@ def test_few_steps_other_modes_and_what_is_too_many_are_omitted() -> None:
     assert len(deviations(*many)) == MAX_DEVIATIONS
 
 
+@pytest.mark.parametrize(("before", "found"), [(3, True), (2, False)])
+def test_values_that_are_not_finite_deviate_from_few_finite_ones(before: int, found: bool) -> None:
+    share = np.where(np.arange(ONSET + 5) >= ONSET, 0.25, 0.0)
+    rows = series_of(0, noisy(0), nonfinite_share=share)
+    late = {name: column[ONSET - before :] for name, column in rows.items()}
+    assert [deviation.statistic for deviation in deviations(late)] == ["nonfinite_share"] * found
+
+
 def test_the_worker_that_deviates_is_named() -> None:
     workers = [series_of(0, noisy(worker, 100.0 if worker == 2 else 1.0), worker) for worker in range(4)]
     (deviation,) = deviations(*workers)
