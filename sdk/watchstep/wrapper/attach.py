@@ -119,7 +119,10 @@ class OtherModels:
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
         """Watch the model of an optimizer that is new."""
-        if optimizer is self._first():
+        first = self._first()
+        if first is None:  # its training is over
+            self._end()
+        elif optimizer is first:
             self._updates += 1
             if self._updates == _UPDATES:
                 self._end()
