@@ -121,7 +121,7 @@ class NativeKernel:
             turn: Index of the slice of larger tensors.
             slices: Number of slices.
         """
-        return self.any_nonfinite(MemoryRanges(*map(list, zip(*tensors, strict=True))), turn, slices)
+        return self.any_nonfinite(_by_column(tensors), turn, slices)
 
     def any_nonfinite(self, tensors: MemoryRanges, turn: int = 0, slices: int = 1) -> bool:
         """Return whether some tensor contains NaN or infinity, as `has_nonfinite`."""
@@ -149,37 +149,50 @@ class NativeKernel:
         Raises:
             ValueError: A kind is unknown.
         """
-        rows = len(tensors)
-        max_bins = sum(min(t.elements, _BINS_FLOAT64 if t.kind == _FLOAT64 else _BINS) for t in tensors)
-        sizes_of_parts = (0, rows, rows, rows, _COUNTS * rows, _VALUES * rows, rows + 1, max_bins)
-        offsets_of_parts = list(itertools.accumulate(sizes_of_parts))
-        buffer = self._buffer(offsets_of_parts[-1] + max_bins)
-        buffer[: offsets_of_parts[3]] = [
-            *(tensor.address for tensor in tensors),
-            *(tensor.elements for tensor in tensors),
-            *(tensor.kind for tensor in tensors),
-        ]
-        start = buffer.ctypes.data
-        data, sizes, kinds, counts, values, offsets, index, bins = (
-            start + 8 * offset for offset in offsets_of_parts
-        )
+        return self.measure_ranges(_by_column(tensors), histogram=histogram)
+
+    def measure_ranges(self, tensors: MemoryRanges, *, histogram: bool = True) -> NativeMeasurement:
+        """Measure tensors, as `measure`.
+
+        Called for every measured pass and update: with hundreds of small tensors, the conversion of arguments takes most of the time.
+        """
+        addresses, sizes, kinds = tensors
+        rows = len(addresses)
+        columns = array("q", [*addresses, *sizes, *kinds])  # is created faster than an array of NumPy
+        widths = (_BINS_FLOAT64 if kind == _FLOAT64 else _BINS for kind in kinds)
+        max_bins = sum(map(min, sizes, widths))
+        lengths = (0, _COUNTS * rows, _VALUES * rows, rows + 1, max_bins)
+        offsets_of_parts = list(itertools.accumulate(lengths))
+        buffer, start = self._buffer(offsets_of_parts[-1] + max_bins)
+        counts, values, offsets, index, bins = (start + 8 * offset for offset in offsets_of_parts)
+        data = columns.buffer_info()[0]
         nonfinite = self._measure(
-            rows, data, sizes, kinds, int(histogram), counts, values, offsets, bins, index
+            rows,
+            data,
+            data + 8 * rows,
+            data + 16 * rows,
+            int(histogram),
+            counts,
+            values,
+            offsets,
+            bins,
+            index,
         )
         if nonfinite < 0:
-            raise _unknown_kind(tensors, -nonfinite - 1)
-        used = int(buffer[offsets_of_parts[6] - 1])
+            raise _unknown_kind(-nonfinite - 1, kinds[-nonfinite - 1])
+        used = int(buffer[offsets_of_parts[3] - 1])
         figures = (
-            buffer[offsets_of_parts[3] : offsets_of_parts[6] + used],
-            buffer[offsets_of_parts[7] : offsets_of_parts[7] + (used + 3) // 4],
+            buffer[: offsets_of_parts[3] + used],
+            buffer[offsets_of_parts[4] : offsets_of_parts[4] + (used + 3) // 4],
         )
         return NativeMeasurement(np.concatenate(figures), rows, nonfinite=nonfinite > 0)
 
-    def _buffer(self, numbers: int) -> NDArray[np.int64]:
-        """Return a buffer of this thread, reused by later calls: its allocation would cost more than small tensors."""
-        memory: NDArray[np.int64] | None = getattr(self._local, "buffer", None)
-        if memory is None or len(memory) < numbers:
-            memory = self._local.buffer = np.empty(numbers, np.int64)
+    def _buffer(self, numbers: int) -> tuple[NDArray[np.int64], int]:
+        """Return a buffer of this thread and its address, reused by later calls: its allocation would cost more than small tensors."""
+        memory: tuple[NDArray[np.int64], int] | None = getattr(self._local, "buffer", None)
+        if memory is None or len(memory[0]) < numbers:
+            allocated = np.empty(numbers, np.int64)
+            memory = self._local.buffer = (allocated, allocated.ctypes.data)
         return memory
 
     def checksums(self, tensors: Sequence[MemoryRange]) -> NDArray[np.int64]:
@@ -191,29 +204,21 @@ class NativeKernel:
         Raises:
             ValueError: A kind is unknown.
         """
-        columns = _columns(tensors)
-        start, stride = columns.ctypes.data, 8 * len(tensors)
+        columns = array("q", itertools.chain(*_by_column(tensors)))
+        start, stride = columns.buffer_info()[0], 8 * len(tensors)
         sums = np.empty(len(tensors), np.int64)
         bad = self._checksum(len(tensors), start, start + stride, start + 2 * stride, sums.ctypes.data)
         if bad:
-            raise _unknown_kind(tensors, bad - 1)
+            raise _unknown_kind(bad - 1, tensors[bad - 1].kind)
         return sums
 
 
-def _unknown_kind(tensors: Sequence[MemoryRange], place: int) -> ValueError:
-    return ValueError(f"tensor {place} has unknown kind {tensors[place].kind}; the known kinds are {KINDS}")
+def _unknown_kind(place: int, kind: int) -> ValueError:
+    return ValueError(f"tensor {place} has unknown kind {kind}; the known kinds are {KINDS}")
 
 
-def _columns(tensors: Sequence[MemoryRange]) -> NDArray[np.int64]:
-    """Return all addresses, then all sizes, then all kinds of n tensors as int64 of shape (3 n,): one array is created faster than three."""
-    return np.array(
-        [
-            *(tensor.address for tensor in tensors),
-            *(tensor.elements for tensor in tensors),
-            *(tensor.kind for tensor in tensors),
-        ],
-        np.int64,
-    )
+def _by_column(tensors: Sequence[MemoryRange]) -> MemoryRanges:
+    return MemoryRanges(*([tensor[column] for tensor in tensors] for column in range(3)))
 
 
 @functools.cache

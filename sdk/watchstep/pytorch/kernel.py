@@ -8,7 +8,7 @@ A checksum is one number, exact in float64. `watchstep.kernels.array_kernel` def
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,11 @@ class TorchKernel:
         Raises:
             DeviceError: A CUDA graph is being captured on the current stream.
         """
+        native = native_kernel.load()
+        memory = None if native is None else native_ranges(tensors, _memory_of_part)
+        # Tensors of zeros without memory, and lazy negations, are known by their address and by a bit.
+        if native and memory and all(memory.addresses) and not any(map(Tensor.is_neg, tensors)):
+            return native.measure_ranges(memory)
         collapsed = [_collapsed(_plain(tensor)) for tensor in tensors]
         factors = np.array([factor for _, factor in collapsed], np.int64)
         measurement = self._measure_collapsed([tensor for tensor, _ in collapsed])
@@ -95,11 +100,19 @@ def native_memory(tensors: Sequence[Tensor]) -> list[MemoryRange] | None:
     return None if ranges is None else [MemoryRange(*memory) for memory in zip(*ranges, strict=True)]
 
 
-def native_ranges(tensors: Sequence[Tensor]) -> MemoryRanges | None:
+def native_ranges(
+    tensors: Sequence[Tensor], unusual: Callable[[Tensor], MemoryRange | None] | None = None
+) -> MemoryRanges | None:
     """Return the same as `native_memory` by column.
 
     Called for every gradient at every step: with thousands of gradients, each microsecond counts.
+
+    Args:
+        tensors: The tensors.
+        unusual: Returns the memory of a tensor that is not contiguous from the start of its storage, or None if the kernel cannot read it.
+            By default it is that of the values that the tensor refers to, which is sufficient to find non-finite ones.
     """
+    unusual = unusual or _memory_of_unusual
     addresses, sizes, kinds = [], [], []
     for tensor in tensors:
         if (
@@ -112,7 +125,7 @@ def native_ranges(tensors: Sequence[Tensor]) -> MemoryRanges | None:
         ):
             address, elements = tensor.data_ptr(), tensor.numel()
         else:
-            memory = _memory_of_unusual(tensor)
+            memory = unusual(tensor)
             if memory is None:
                 return None
             address, elements, kind = memory
@@ -121,6 +134,20 @@ def native_ranges(tensors: Sequence[Tensor]) -> MemoryRanges | None:
         sizes.append(elements if address else 0)
         kinds.append(kind)
     return MemoryRanges(addresses, sizes, kinds)
+
+
+def _memory_of_part(tensor: Tensor) -> MemoryRange | None:
+    """Return the memory of a contiguous tensor that is a part of a larger one; None for any other."""
+    if (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.is_cpu
+        and tensor.layout is _STRIDED
+        and tensor.is_contiguous()
+    ):
+        kind = _NATIVE.get(tensor.dtype)
+        if kind is not None and tensor.untyped_storage().nbytes() > 0:
+            return MemoryRange(tensor.data_ptr(), tensor.numel(), kind)
+    return None
 
 
 def _memory_of_unusual(tensor: Tensor) -> MemoryRange | None:

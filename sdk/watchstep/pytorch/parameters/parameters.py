@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from watchstep.pytorch.kernel import Checksums, has_all_memory
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.parameters.amp import PLAIN, Scaling, measure_unscaled, unscaled
-from watchstep.pytorch.probes.staging import elements_of_each, views
+from watchstep.pytorch.probes.staging import Samples, elements_of_each, views
 from watchstep.pytorch.probes.weights import (
     GradientCosine,
     PercentileRange,
@@ -133,7 +133,7 @@ class _Before:
     charged: str
     part: _Part
     condition: Condition | None
-    samples: list[Tensor] = field(default_factory=list)
+    samples: Samples
 
 
 class Parameters:
@@ -351,8 +351,10 @@ class Parameters:
         for charged, whole in self._due(updated.updates, step, "update"):
             since = self._schedule.now()
             part = _Part(whole.collections, [n for n in whole.members if n.parameter.requires_grad])
-            samples = [view.clone() for view in views([n.parameter for n in part.members], most)]
-            samples_before.append(_Before(charged, part, condition, samples))
+            if part.members:
+                with torch.no_grad():
+                    samples = Samples.of(views([n.parameter for n in part.members], most))
+                samples_before.append(_Before(charged, part, condition, samples))
             self._schedule.spent(charged, since)
         self._before[optimizer] = samples_before
 
@@ -366,18 +368,13 @@ class Parameters:
         for before in self._before.pop(optimizer, []):
             since = self._schedule.now()
             part = before.part
-            if not part.members:
-                continue
-            after = views([named.parameter for named in part.members], most)
             with torch.no_grad():
-                changes = [
-                    new.to(torch.float32) - old.to(torch.float32)
-                    for new, old in zip(after, before.samples, strict=True)
-                ]
+                after = Samples.of(views([named.parameter for named in part.members], most))
+                changes = after.minus(before.samples).each()
             update = Cached(self._kernel.measure(changes))
             probes: tuple[Probe, ...] = ()
             if "update_ratio" in self._config.probes:
-                probes = (UpdateRatio(update, self._kernel.measure(before.samples)),)
+                probes = (UpdateRatio(update, self._kernel.measure(before.samples.each())),)
             group = self._group("update", part.collections, _described(part, _update))
             self._recorder.add(group, update, probes=probes, condition=before.condition)
             self._schedule.spent(before.charged, since)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,59 @@ class HostCopy:
         return np.asarray(self._copied.double().numpy())
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Copies of one-dimensional tensors in float32. Those of one device share memory, so that one operation handles all of them.
+
+    Attributes:
+        lengths: Number of elements of each.
+        parts: For each device, the places of its tensors, and their elements one after another.
+    """
+
+    lengths: list[int]
+    parts: list[tuple[list[int], Tensor]]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Samples:
+        """Copy tensors of shape (n,) each, with any n and dtype."""
+        by_device: dict[torch.device, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            by_device.setdefault(tensor.device, []).append(place)
+        parts = [
+            (places, torch.cat([tensors[place].to(torch.float32) for place in places]))
+            for places in by_device.values()
+        ]
+        return cls([len(tensor) for tensor in tensors], parts)
+
+    def minus(self, others: Samples) -> Samples:
+        """Return the differences to earlier copies of the same tensors.
+
+        Raises:
+            ValueError: The tensors have other lengths or devices.
+        """
+        if self.lengths != others.lengths or [places for places, _ in self.parts] != [
+            places for places, _ in others.parts
+        ]:
+            raise ValueError("tensors changed their sizes or devices between two samples")
+        differences = [
+            (places, new - old) for (places, new), (_, old) in zip(self.parts, others.parts, strict=True)
+        ]
+        return Samples(self.lengths, differences)
+
+    def each(self) -> list[Tensor]:
+        """Return the copy of each tensor."""
+        tensors = [
+            (place, tensor)
+            for places, elements in self.parts
+            for place, tensor in zip(
+                places, elements.split([self.lengths[place] for place in places]), strict=True
+            )
+        ]
+        if len(self.parts) > 1:
+            tensors.sort(key=lambda entry: entry[0])
+        return [tensor for _, tensor in tensors]
+
+
 MOST = 16_384
 LEAST = 256
 ALTOGETHER = 4 * 1024 * 1024
@@ -78,6 +132,8 @@ def views(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
 def _flat(tensor: Tensor) -> Tensor:
     """Return all elements in memory order if the tensor is dense, else in the tensor's order."""
     elements = tensor.detach()
+    if type(elements) is Tensor and elements.is_contiguous() and not elements.is_complex():
+        return elements.reshape(-1)
     if hasattr(elements, "to_local"):
         elements = elements.to_local()
     if elements.is_complex():

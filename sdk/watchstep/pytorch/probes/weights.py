@@ -39,12 +39,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from watchstep.capture.config import PERCENTILE_RANGE, UNCHANGED, WEIGHT_CHANGE, ElementProbe, of_kind
 from watchstep.format.statistics import Floats, StatisticsBatch
 from watchstep.kernels.measurement import Measurement
-from watchstep.pytorch.probes.staging import HostCopy, elements_of_each, stacked, views, wide_float
+from watchstep.pytorch.probes.staging import HostCopy, Samples, elements_of_each, stacked, views, wide_float
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,14 @@ def _rms(batch: StatisticsBatch) -> Floats:
 @dataclass(frozen=True)
 class _Cosines:
     products: HostCopy
+    is_comparable: NDArray[np.bool_]
 
     def collect(self) -> dict[str, Floats]:
         both, new, old = self.products.numbers()
         with np.errstate(divide="ignore", invalid="ignore"):
             cosine = both / np.sqrt(new * old)
-        return {"gradient_cosine": np.where(np.isfinite(cosine), np.clip(cosine, -1.0, 1.0), np.nan)}
+        is_known = self.is_comparable & np.isfinite(cosine)
+        return {"gradient_cosine": np.where(is_known, np.clip(cosine, -1.0, 1.0), np.nan)}
 
 
 class GradientCosine:
@@ -103,19 +106,18 @@ class GradientCosine:
         """
         if not owners or any(gradient.layout is not torch.strided for gradient in gradients):
             return None
-        rows, samples = [], {}
-        for owner, view in zip(owners, views(gradients, elements_of_each(size)), strict=True):
-            now = view.to(torch.float32, copy=True)
+        is_whole = len(owners) >= len(self._before)
+        figures, is_comparable = [], []
+        for owner, now in zip(
+            owners, Samples.of(views(gradients, elements_of_each(size))).each(), strict=True
+        ):
             square = torch.dot(now, now)
-            old = self._before.get(id(owner))
-            is_comparable = old is not None and old[0].shape == now.shape and old[0].device == now.device
-            nan = torch.full_like(square, torch.nan)
-            rows.append(
-                [torch.dot(now, old[0]), square, old[1]] if old and is_comparable else [nan, nan, nan]
-            )
-            samples[id(owner)] = (now, square)
-        self._before.update(samples)
-        return _Cosines(HostCopy(stacked([figure for row in rows for figure in row]).reshape(-1, 3).T))
+            old, old_square = self._before.get(id(owner), (now, square))
+            is_comparable.append(old is not now and old.shape == now.shape and old.device == now.device)
+            figures += [torch.dot(now, old) if is_comparable[-1] else square, square, old_square]
+            # A part of a measurement must not keep all of its memory.
+            self._before[id(owner)] = (now if is_whole else now.clone(), square)
+        return _Cosines(HostCopy(stacked(figures).reshape(-1, 3).T), np.array(is_comparable))
 
     def forget(self) -> None:
         """Forget all samples, because the parameters have been replaced."""
