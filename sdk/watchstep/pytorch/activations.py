@@ -39,6 +39,7 @@ from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch import internals
+from watchstep.pytorch.batched_outputs import BatchedOutputs, Stability
 from watchstep.pytorch.device_kernel import capturing
 from watchstep.pytorch.gate import Describe, LiveOutputs, version_of
 from watchstep.pytorch.names import Names, dtype_name, placement_of
@@ -223,10 +224,12 @@ class _Flow:
     Attributes:
         info: Description of the tensor; shape and dtype are not known yet.
         groups: Groups of its tensors by their number.
+        stability: Whether they can be measured together with others.
     """
 
     info: TensorInfo
     groups: dict[int, Group] = field(default_factory=dict)
+    stability: Stability = field(default_factory=Stability)
 
     @property
     def takes_integers(self) -> bool:
@@ -418,6 +421,7 @@ class ActivationHooks:
         self._has_hooks, self._has_parts = True, False
         self._measured = (-1, 0)
         self._saved_outputs = SavedOutputs()
+        self._batched = BatchedOutputs(session, kernel)
         self._unseen: set[str] = set()
         self._hooked_collections: set[tuple[str, ...]] = set()
         self._pass = 0
@@ -547,6 +551,14 @@ class ActivationHooks:
     def leave(self) -> None:
         """End the model's own ``forward``."""
         self._unmeasured.step = -1
+        self.measure_waiting()
+
+    def measure_waiting(self) -> None:
+        """Measure outputs that wait for others. Their faults never reach training."""
+        try:
+            self._batched.measure()
+        except Exception as error:  # noqa: BLE001 - as stated
+            self._session.health.fault("activations", error)
 
     def learn(self, root: Any) -> None:
         """Learn where the outputs of a measured pass are in the graph of its loss, given its backward function."""
@@ -699,6 +711,9 @@ class ActivationHooks:
             names = [f"{info.name}/{mode}" for info in group.tensors]
             same = self._unchanged.measure(names, outputs, max(1, self._hooked))
             probes = probes if same is None else (*probes, same)
+        is_in_pass = mode == "train" and not self._passes.outside
+        if is_in_pass and self._batched.add(flow.stability, group, outputs, probes, charged, since):
+            return
         self._recorder.add(group, self._kernel.measure(outputs), mode, probes)
         self._schedule.spent(charged, since)
 

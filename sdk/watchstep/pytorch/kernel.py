@@ -33,7 +33,7 @@ from watchstep.kernels.measurement import Completed, Measurement, Reordered, Rep
 from watchstep.kernels.native_kernel import KIND_OF_WIDTH, KINDS, MemoryRange, MemoryRanges
 from watchstep.pytorch import device_kernel, internals
 from watchstep.pytorch.device_kernel import measure_by_operations
-from watchstep.pytorch.probes.staging import HostCopy
+from watchstep.pytorch.probes.staging import PLAIN_TYPES, HostCopy
 
 
 class TorchKernel:
@@ -116,7 +116,7 @@ def native_ranges(
     addresses, sizes, kinds = [], [], []
     for tensor in tensors:
         if (
-            type(tensor) in _PLAIN_TYPES
+            type(tensor) in PLAIN_TYPES
             and (kind := _NATIVE.get(tensor.dtype)) is not None
             and tensor.is_cpu
             and tensor.layout is _STRIDED
@@ -138,12 +138,7 @@ def native_ranges(
 
 def _memory_of_part(tensor: Tensor) -> MemoryRange | None:
     """Return the memory of a contiguous tensor that is a part of a larger one; None for any other."""
-    if (
-        type(tensor) in _PLAIN_TYPES
-        and tensor.is_cpu
-        and tensor.layout is _STRIDED
-        and tensor.is_contiguous()
-    ):
+    if type(tensor) in PLAIN_TYPES and tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous():
         kind = _NATIVE.get(tensor.dtype)
         if kind is not None and tensor.untyped_storage().nbytes() > 0:
             return MemoryRange(tensor.data_ptr(), tensor.numel(), kind)
@@ -151,11 +146,11 @@ def _memory_of_part(tensor: Tensor) -> MemoryRange | None:
 
 
 def _memory_of_unusual(tensor: Tensor) -> MemoryRange | None:
-    local = tensor if type(tensor) in _PLAIN_TYPES else _plain(tensor)
+    local = tensor if type(tensor) in PLAIN_TYPES else _plain(tensor)
     kind = _NATIVE.get(local.dtype)
     if kind is None or not local.is_cpu:
         return None
-    if type(local) in _PLAIN_TYPES and not _has_memory(local):
+    if type(local) in PLAIN_TYPES and not _has_memory(local):
         return MemoryRange(0, 0, kind)
     if not _is_dense(local):
         return None
@@ -218,19 +213,8 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided or not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
-def has_all_memory(tensor: Tensor) -> bool:
-    """Return whether all elements of a tensor lie in its storage. A copy of a tensor whose storage was freed ends the process."""
-    if type(tensor) not in _PLAIN_TYPES and internals.is_wrapper(tensor):
-        return True  # its values are in inner tensors
-    if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
-        return True
-    end = tensor.storage_offset() + 1
-    end += sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
-
-
 def _is_dense(tensor: Tensor) -> bool:
-    if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
         return False
     if tensor.is_contiguous():
         return True
@@ -240,7 +224,6 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 _IMAGE_DIMENSIONS = 4
-_PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 _STRIDED = torch.strided
 
 

@@ -339,6 +339,7 @@ class Watch:
         """Measure gradients, and weights as the passes used them. The optimizer is about to update."""
         self._closure_called = False
         self._in_closure = set() if has_closure else None
+        self._activations.measure_waiting()  # where a forward pass updates
         self._withdraw_failed(optimizer)
         scaling = amp.scaling_of(optimizer)
         if scaling.skips:

@@ -19,11 +19,11 @@ from watchstep.capture.steps.record import Condition, Group, Probe
 from watchstep.capture.steps.session import Session
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel, Measurement
-from watchstep.pytorch.kernel import Checksums, has_all_memory
+from watchstep.pytorch.kernel import Checksums
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.parameters.amp import PLAIN, Scaling, measure_unscaled, unscaled
-from watchstep.pytorch.probes.staging import Samples, elements_of_each, views
+from watchstep.pytorch.probes.staging import Samples, elements_of_each, has_all_memory, views
 from watchstep.pytorch.probes.weights import (
     GradientCosine,
     PercentileRange,

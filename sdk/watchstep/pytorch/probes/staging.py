@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from watchstep.format.statistics import Floats
+from watchstep.pytorch import internals
 
 
 def stacked(figures: Sequence[Tensor]) -> Tensor:
@@ -24,7 +25,9 @@ def stacked(figures: Sequence[Tensor]) -> Tensor:
 
     The result is on the first device that is not the host, because an asynchronous copy to the host has no values yet.
     """
-    device = next((figure.device for figure in figures if figure.device.type != "cpu"), figures[0].device)
+    device = next((figure.device for figure in figures if not figure.is_cpu), figures[0].device)
+    if device.type == "cpu" and not figures[0].dim():  # many numbers are read faster than stacked
+        return torch.tensor([figure.item() for figure in figures], dtype=figures[0].dtype)
     return torch.stack([figure.to(device, non_blocking=True) for figure in figures])
 
 
@@ -50,6 +53,24 @@ class HostCopy:
         return np.asarray(self._copied.double().numpy())
 
 
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
+
+
+def has_all_memory(tensor: Tensor) -> bool:
+    """Return whether all elements of a tensor lie in its storage. A copy of a tensor whose storage was freed ends the process."""
+    if type(tensor) not in PLAIN_TYPES and internals.is_wrapper(tensor):
+        return True  # its values are in inner tensors
+    if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
+        return True
+    if tensor.is_contiguous():
+        extent = tensor.numel()
+    else:
+        extent = 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + extent) * tensor.element_size()
+
+
 @dataclass(frozen=True)
 class Samples:
     """Copies of one-dimensional tensors in float32. Those of one device share memory, so that one operation handles all of them.
@@ -64,7 +85,13 @@ class Samples:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Samples:
-        """Copy tensors of shape (n,) each, with any n and dtype."""
+        """Copy tensors of shape (n,) each, with any n and dtype.
+
+        Raises:
+            ValueError: The program has freed the storage of a tensor.
+        """
+        if not all(map(has_all_memory, tensors)):
+            raise ValueError("the storage of a tensor was freed, so that it has no values to copy")
         by_device: dict[torch.device, list[int]] = {}
         for place, tensor in enumerate(tensors):
             by_device.setdefault(tensor.device, []).append(place)
@@ -131,9 +158,9 @@ def views(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
 
 def _flat(tensor: Tensor) -> Tensor:
     """Return all elements in memory order if the tensor is dense, else in the tensor's order."""
+    if type(tensor) in PLAIN_TYPES and tensor.is_contiguous() and not tensor.is_complex():
+        return tensor.view(-1)
     elements = tensor.detach()
-    if type(elements) is Tensor and elements.is_contiguous() and not elements.is_complex():
-        return elements.reshape(-1)
     if hasattr(elements, "to_local"):
         elements = elements.to_local()
     if elements.is_complex():

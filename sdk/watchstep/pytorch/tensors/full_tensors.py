@@ -21,9 +21,9 @@ from watchstep.format.snapshot import TensorPart
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.platform.program_errors import is_of_program
 from watchstep.pytorch import internals
-from watchstep.pytorch.kernel import has_all_memory
 from watchstep.pytorch.names import is_sharding
 from watchstep.pytorch.observable import dense_values
+from watchstep.pytorch.probes.staging import has_all_memory
 
 FORMAT_NAMES = {
     torch.float64: "F64",

@@ -15,7 +15,7 @@ from torch import Tensor
 from watchstep.capture.tensors.snapshots import Occasion, TakenSnapshot, fitting
 from watchstep.format.snapshot import Described, TensorPart, aligned_order, parts_metadata
 from watchstep.format.tensors import bounded_word
-from watchstep.pytorch.kernel import has_all_memory
+from watchstep.pytorch.probes.staging import has_all_memory
 from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES, shard_of, swap_bytes
 
 if TYPE_CHECKING:
