@@ -39,7 +39,7 @@ from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch import internals
-from watchstep.pytorch.batched_outputs import BatchedOutputs, Stability
+from watchstep.pytorch.batched_outputs import BatchedOutputs, LayerOutputs, Stability
 from watchstep.pytorch.device_kernel import capturing
 from watchstep.pytorch.gate import Describe, LiveOutputs, version_of
 from watchstep.pytorch.names import Names, dtype_name, placement_of
@@ -264,7 +264,7 @@ class _Observed:
     hook: _LayerHook | None = None
 
     def probes(self, given: Any, output: list[Tensor], step: int, mode: Mode) -> tuple[Probe, ...]:
-        """Return probes of one pass in addition to the output's row.
+        """Return probes of one pass in addition to the output's row, except those of channels.
 
         Args:
             given: Arguments of the module's call.
@@ -273,14 +273,11 @@ class _Observed:
             mode: Mode of the pass.
         """
         probes: list[Probe | None] = []
-        if len(output) == 1:
-            if self.channels is not None:
-                probes.append(self.channels.measure(output[0], step, mode))
-            if self.activity is not None:
-                inputs = _real(given)
-                probes.append(
-                    self.activity.measure(inputs[0] if len(inputs) == 1 else None, output[0], step, mode)
-                )
+        if len(output) == 1 and self.activity is not None:
+            inputs = _real(given)
+            probes.append(
+                self.activity.measure(inputs[0] if len(inputs) == 1 else None, output[0], step, mode)
+            )
         if self.tokens is not None and (inputs := _numeric(given)):
             probes.append(self.tokens.measure(inputs[0]))
         return tuple(probe for probe in probes if probe is not None)
@@ -626,9 +623,8 @@ class ActivationHooks:
         if collections:
             charged = self._due_of(observed, collections, mode)
             if charged is not None:
-                self._measure(
-                    observed.output, output, mode, charged, functools.partial(observed.probes, given)
-                )
+                look = functools.partial(observed.probes, given)
+                self._measure(observed.output, output, mode, charged, look, observed.channels)
             elif module.training and mode == "train" and tensors.ACTIVATIONS in collections:
                 outputs = _real(output)
                 if outputs:
@@ -699,21 +695,32 @@ class ActivationHooks:
         return self._decided[collections]
 
     def _measure(
-        self, flow: _Flow, value: Any, mode: Mode, charged: str, look: _Look = lambda *_: ()
+        self,
+        flow: _Flow,
+        value: Any,
+        mode: Mode,
+        charged: str,
+        look: _Look,
+        channels: ChannelProbe | None = None,
     ) -> None:
         outputs = _numeric(value) if flow.takes_integers else _real(value)
         if not outputs:
             return
         since = self._schedule.now()
-        probes = look(outputs, self._recorder.step, mode)
+        step = self._recorder.step
+        probes = look(outputs, step, mode)
         group = self._group(flow, outputs)
         if self._unchanged.applies:
             names = [f"{info.name}/{mode}" for info in group.tensors]
             same = self._unchanged.measure(names, outputs, max(1, self._hooked))
             probes = probes if same is None else (*probes, same)
-        is_in_pass = mode == "train" and not self._passes.outside
-        if is_in_pass and self._batched.add(flow.stability, group, outputs, probes, charged, since):
-            return
+        channels = channels if len(outputs) == 1 else None
+        if mode == "train" and not self._passes.outside:
+            layer = LayerOutputs(flow.stability, group, outputs, probes, channels)
+            if self._batched.add(layer, charged, since):
+                return
+        counts = None if channels is None else channels.measure(outputs[0], step, mode)
+        probes = probes if counts is None else (*probes, counts)
         self._recorder.add(group, self._kernel.measure(outputs), mode, probes)
         self._schedule.spent(charged, since)
 

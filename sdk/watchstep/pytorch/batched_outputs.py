@@ -7,7 +7,6 @@ are measured: a layer whose output changed is always measured at once. Later cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +19,7 @@ from watchstep.format.statistics import Floats
 from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch.gate import version_of
 from watchstep.pytorch.kernel import checksums
+from watchstep.pytorch.probes.activations import ChannelProbe, count_channels
 
 _MOST_BYTES = 1 << 20
 _MOST_BYTES_OF_ONE = 1 << 18
@@ -43,19 +43,35 @@ class Stability:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class LayerOutputs:
     """The outputs of one call of a layer.
+
+    Attributes:
+        stability: What is known about the layer.
+        group: Descriptions of the outputs.
+        outputs: The outputs.
+        probes: Probes of the outputs that were measured already.
+        channels: Probe of the only output's channels; None without one.
+    """
+
+    stability: Stability
+    group: Group
+    outputs: list[Tensor]
+    probes: tuple[Probe, ...]
+    channels: ChannelProbe | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Outputs that wait.
 
     Attributes:
         versions: Numbers of changes of each.
         checksums: Their checksums if they have been measured already; else None.
     """
 
-    stability: Stability
-    group: Group
-    outputs: Sequence[Tensor]
+    of: LayerOutputs
     versions: list[int]
-    probes: tuple[Probe, ...]
     checksums: Tensor | None
 
 
@@ -73,29 +89,18 @@ class BatchedOutputs:
         self._charged: dict[str, tuple[int, float]] = {}
         self._groups: dict[tuple[int, ...], tuple[Group, list[Group]]] = {}
 
-    def add(
-        self,
-        stability: Stability,
-        group: Group,
-        outputs: list[Tensor],
-        probes: tuple[Probe, ...],
-        charged: str,
-        since: float,
-    ) -> bool:
+    def add(self, of: LayerOutputs, charged: str, since: float) -> bool:
         """Measure outputs later. Returns whether they need not be measured now.
 
         Args:
-            stability: What is known about the layer.
-            group: Descriptions of the outputs.
-            outputs: Its outputs.
-            probes: Probes of the outputs.
+            of: The outputs of a layer.
             charged: Collection that pays for the measurement.
             since: When the measurement began, by the clock of the schedule.
         """
-        if stability.is_changed:
+        if of.stability.is_changed:
             return False
         size = 0
-        for output in outputs:
+        for output in of.outputs:
             if type(output) is not Tensor or not output.is_cpu or not output.is_floating_point():
                 return False
             if output.layout is not torch.strided:
@@ -103,23 +108,14 @@ class BatchedOutputs:
             size += output.numel() * output.element_size()
         if size > _MOST_BYTES_OF_ONE:
             return False
-        if (
-            id(group) in self._waiting
-            or self._bytes + size > _MOST_BYTES
-            or self._step != self._recorder.step
-        ):
+        key = id(of.group)
+        if key in self._waiting or self._bytes + size > _MOST_BYTES or self._step != self._recorder.step:
             self.measure()
         self._step = self._recorder.step
         self._bytes += size
-        is_proven = stability.unchanged >= _PROOFS
-        self._waiting[id(group)] = _Waiting(
-            stability,
-            group,
-            outputs,
-            [version_of(output) for output in outputs],
-            probes,
-            None if is_proven else checksums(outputs),
-        )
+        is_proven = of.stability.unchanged >= _PROOFS
+        versions = [version_of(output) for output in of.outputs]
+        self._waiting[key] = _Waiting(of, versions, None if is_proven else checksums(of.outputs))
         if is_proven:
             number, seconds = self._charged.get(charged, (0, 0.0))
             self._charged[charged] = number + 1, seconds + self._schedule.now() - since
@@ -133,27 +129,41 @@ class BatchedOutputs:
         waiting, self._waiting, self._bytes = list(self._waiting.values()), {}, 0
         charged, self._charged = self._charged, {}
         if self._step != self._recorder.step:  # the pass did not end, and its step did
-            self._health.count("dropped_rows", sum(len(each.outputs) for each in waiting))
+            self._health.count("dropped_rows", sum(len(each.of.outputs) for each in waiting))
             return
         unchanged = [each for each in waiting if self._is_unchanged(each)]
-        measured = [each for each in unchanged if each.checksums is None]
+        measured = [each.of for each in unchanged if each.checksums is None]
         if measured:
             outputs = [output for each in measured for output in each.outputs]
             group = self._group([each.group for each in measured])
-            self._recorder.add(group, self._kernel.measure(outputs), probes=_joined(measured))
+            self._recorder.add(group, self._kernel.measure(outputs), probes=self._probes(measured))
         share = (self._schedule.now() - since) / max(1, sum(number for number, _ in charged.values()))
         for collection, (number, seconds) in charged.items():
             self._schedule.spent(collection, self._schedule.now() - seconds - share * number)
 
     def _is_unchanged(self, waiting: _Waiting) -> bool:
-        stability = waiting.stability
+        stability, outputs = waiting.of.stability, waiting.of.outputs
         if waiting.checksums is not None:
-            stability.is_changed = not torch.equal(checksums(waiting.outputs), waiting.checksums)
+            stability.is_changed = not torch.equal(checksums(outputs), waiting.checksums)
             stability.unchanged += 1
-        elif [version_of(output) for output in waiting.outputs] != waiting.versions:
+        elif [version_of(output) for output in outputs] != waiting.versions:
             stability.is_changed = True
-            self._health.count("changed_outputs", len(waiting.outputs))
+            self._health.count("changed_outputs", len(outputs))
         return not stability.is_changed
+
+    def _probes(self, measured: list[LayerOutputs]) -> tuple[Probe, ...]:
+        """Return the probes of all outputs, whose columns have a row for each."""
+        rows, probes, with_channels = 0, [], []
+        for each in measured:
+            probes += [(rows, probe) for probe in each.probes]
+            if each.channels is not None:
+                with_channels.append((rows, (each.channels, each.outputs[0])))
+            rows += len(each.outputs)
+        counts = count_channels([probed for _, probed in with_channels], self._step, "train")
+        probes += [
+            (row, count) for (row, _), count in zip(with_channels, counts, strict=True) if count is not None
+        ]
+        return (_Joined(rows, probes),) if probes else ()
 
     def _group(self, groups: list[Group]) -> Group:
         """Return the group of several ones. Most passes of a program have the same."""
@@ -188,11 +198,3 @@ class _Joined:
                 whole = columns.setdefault(name, np.full(self.rows, np.nan))
                 whole[row : row + len(column)] = column
         return columns
-
-
-def _joined(measured: list[_Waiting]) -> tuple[Probe, ...]:
-    rows, probes = 0, []
-    for each in measured:
-        probes += [(rows, probe) for probe in each.probes]
-        rows += len(each.outputs)
-    return (_Joined(rows, probes),) if probes else ()

@@ -109,7 +109,7 @@ _BOUNDED: dict[type[nn.Module], tuple[float, float]] = {
 
 
 @dataclass(frozen=True)
-class _ChannelCounts:
+class ChannelCounts:
     """One row: the numbers of channels, dead channels and saturated channels; NaN if not applicable."""
 
     channels: int
@@ -117,6 +117,7 @@ class _ChannelCounts:
     saturated: HostCopy | None
 
     def collect(self) -> dict[str, Floats]:
+        """Return the columns."""
         return {
             "channels": np.array([float(self.channels)]),
             "dead_channels": _number(self.dead),
@@ -129,54 +130,98 @@ def _number(flags: HostCopy | None) -> Floats:
 
 
 class ChannelProbe:
-    """Counts dead and saturated channels of one module's output."""
+    """Counts dead and saturated channels of one module's output.
+
+    Attributes:
+        kind: Which channels can die, and the bounds of outputs.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._may_die = isinstance(module, _ZEROED)
-        self._never_negative = isinstance(module, _NEVER_NEGATIVE)
-        self._bounds = _bounds_of(module)
+        self.kind = _Kind(
+            isinstance(module, _ZEROED), isinstance(module, _NEVER_NEGATIVE), _bounds_of(module)
+        )
         self._pass: tuple[int, Mode] | None = None
         self._flags: list[Tensor | None] = []
 
     @property
     def applies(self) -> bool:
         """Whether channels of the module can die or saturate."""
-        return self._may_die or self._bounds is not None
+        return self.kind.may_die or self.kind.bounds is not None
 
-    def measure(self, output: Tensor, step: int, mode: Mode) -> _ChannelCounts | None:
+    def measure(self, output: Tensor, step: int, mode: Mode) -> ChannelCounts | None:
+        """Count the channels of one output, as `count_channels`."""
+        return count_channels([(self, output)], step, mode)[0]
+
+    def count(self, flags: list[Tensor | None], step: int, mode: Mode) -> ChannelCounts:
         """Count the channels of one pass of a step.
 
         Args:
-            output: Output of shape (examples, channels), (examples, channels, …) for images, (…, channels) for sequences.
+            flags: Which channels are dead and which are saturated in this pass, each of shape (channels,); None if none can be.
             step: Step of the run.
             mode: Mode of the pass.
-
-        Returns:
-            None if the output has no examples or no channels.
         """
-        if output.dim() < 2 or output.numel() == 0 or not output.is_floating_point():
-            return None
-        values = output.detach()
-        channel = 1 if values.dim() >= _IMAGE_DIMENSIONS else values.dim() - 1
-        others = [place for place in range(values.dim()) if place != channel]
-        so_far = [self._dead(values, others), self._saturated(values, others)]
         if self._pass == (step, mode):
-            so_far = [_intersection(new, old) for new, old in zip(so_far, self._flags, strict=True)]
-        self._pass, self._flags = (step, mode), so_far
-        dead, saturated = (None if flags is None else HostCopy(flags) for flags in so_far)
-        return _ChannelCounts(values.shape[channel], dead, saturated)
+            flags = [_intersection(new, old) for new, old in zip(flags, self._flags, strict=True)]
+        self._pass, self._flags = (step, mode), flags
+        dead, saturated = (None if each is None else HostCopy(each) for each in flags)
+        return ChannelCounts(max(len(each) for each in flags if each is not None), dead, saturated)
 
-    def _dead(self, values: Tensor, others: list[int]) -> Tensor | None:
-        if not self._may_die:
-            return None
-        zero = values.amax(others) == 0
-        return zero if self._never_negative else zero & (values.amin(others) == 0)
 
-    def _saturated(self, values: Tensor, others: list[int]) -> Tensor | None:
-        if self._bounds is None:
-            return None
-        low, high = self._bounds
-        return (values - (low + high) / 2).abs().amin(others) >= (0.5 - _MARGIN) * (high - low)
+@dataclass(frozen=True)
+class _Kind:
+    """Which channels of a module can die, and the bounds of its outputs if it has any."""
+
+    may_die: bool
+    never_negative: bool
+    bounds: tuple[float, float] | None
+
+    def flags(self, values: Tensor, others: list[int]) -> list[Tensor | None]:
+        """Return which channels are dead and saturated, given the dimensions of examples and positions."""
+        dead = saturated = None
+        if self.may_die:
+            dead = values.amax(others) == 0
+            if not self.never_negative:
+                dead &= values.amin(others) == 0
+        if self.bounds is not None:
+            low, high = self.bounds
+            middle = (low + high) / 2
+            distances = (values - middle if middle else values).abs()
+            saturated = distances.amin(others) >= (0.5 - _MARGIN) * (high - low)
+        return [dead, saturated]
+
+
+@torch.no_grad()
+def count_channels(
+    outputs: Sequence[tuple[ChannelProbe, Tensor]], step: int, mode: Mode
+) -> list[ChannelCounts | None]:
+    """Count the channels of several modules in one pass of a step. Outputs of one kind and shape are counted together.
+
+    Args:
+        outputs: Probe and output of each module. An output has shape (examples, channels), (examples, channels, …) for images, (…, channels)
+            for sequences.
+        step: Step of the run.
+        mode: Mode of the pass.
+
+    Returns:
+        The counts of each; None for an output without examples or channels.
+    """
+    alike: dict[tuple[object, ...], list[int]] = {}
+    counts: list[ChannelCounts | None] = [None] * len(outputs)
+    for place, (probe, output) in enumerate(outputs):
+        if output.dim() >= 2 and output.numel() and output.is_floating_point():
+            key = probe.kind, output.shape, output.dtype, output.device
+            alike.setdefault(key, []).append(place)
+    for places in alike.values():
+        probe, first = outputs[places[0]]
+        values = torch.stack([outputs[place][1] for place in places]) if len(places) > 1 else first[None]
+        channel = 2 if first.dim() >= _IMAGE_DIMENSIONS else first.dim()
+        flags = probe.kind.flags(
+            values.detach(), [axis for axis in range(1, values.dim()) if axis != channel]
+        )
+        dead, saturated = (len(places) * [None] if each is None else each.unbind() for each in flags)
+        for place, *of_one in zip(places, dead, saturated, strict=True):
+            counts[place] = outputs[place][0].count(of_one, step, mode)
+    return counts
 
 
 def _intersection(new: Tensor | None, old: Tensor | None) -> Tensor | None:
