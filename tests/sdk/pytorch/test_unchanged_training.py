@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.sdk.training import EVERY_STEP, Training, batches, small_model, watched_training
+from tests.sdk.training import EVERY_STEP, Training, batches, small_model, watched_training, watching
 from watchstep import Bounds, Cadence, CaptureConfig, Collection, Hook, Snapshots, open_run
 from watchstep.capture.config import FIGURES_ONLY
 
@@ -119,18 +120,43 @@ def test_compiled_with_weights_gradients_and_loss(backend: str, tmp_path: Path) 
     assert compiled_losses(backend, tmp_path / "before", watch_first=True) == plain
 
 
-def test_watching_before_compiling_does_not_recompile(tmp_path: Path) -> None:
+class Checkpointed(nn.Module):
+    """Computes the outputs of its first layers again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.layers[:3], x, use_reentrant=False)
+        return torch.as_tensor(self.layers[3](hidden))
+
+
+@pytest.mark.parametrize("model", [small_model, Checkpointed])
+def test_a_compiled_model_is_one_graph_and_its_steps_are_recorded(
+    tmp_path: Path, model: Callable[[], nn.Module]
+) -> None:
+    """Also in steps in which the hooks of layers come and go: compiled code has none."""
     import torch._dynamo.testing
 
-    model = small_model()
-    hook = Hook(tmp_path)
-    hook.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    watched = model()
+    optimizer = torch.optim.SGD(watched.parameters(), lr=0.1)
     counter = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(model, backend=counter)
-    for x, _ in batches(5):
-        compiled(x).sum().backward()
+    steps = 12
+    with watching(tmp_path, watched, optimizer, run="r") as hook:
+        compiled = torch.compile(watched, backend=counter)
+        for x, y in batches(steps):
+            nn.functional.cross_entropy(compiled(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     assert counter.frame_count == 1
-    hook.close()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert not hook.health["faults"]
+    run = open_run(tmp_path / "default" / "r")
+    assert run.tensor("loss").rows.step.tolist() == list(range(steps))
+    assert all(run.tensors(role=role) for role in ("weight", "gradient", "update"))
 
 
 def compiled_step_losses(hook: Hook | None) -> list[float]:
