@@ -41,6 +41,9 @@ _VIEWS = frozenset(
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
+_Memory = tuple[int, int, Any]
+"""Address, number of elements and type of a tensor."""
+
 
 @dataclass(frozen=True)
 class _Noted:
@@ -49,13 +52,13 @@ class _Noted:
     Attributes:
         describe: Describes it, see `Describe`.
         number: Sequence number of the function that made it.
-        memory: Address, number of elements and type.
+        memory: Its memory.
         version: Number of its changes in place.
     """
 
     describe: Describe
     number: int
-    memory: tuple[int, int, Any]
+    memory: _Memory
     version: int
 
 
@@ -111,9 +114,8 @@ class SavedOutputs:
             if _is_frozen(module):
                 self.give_up()
                 return
-            memory = (output.data_ptr(), output.numel(), output.dtype)
             number = internals.number_of(output.grad_fn)
-            self._noted.append(_Noted(describe, number, memory, version_of(output)))
+            self._noted.append(_Noted(describe, number, _memory_of(output), version_of(output)))
 
     def note_model(self, output: Any) -> None:
         """Note the output of the model itself, which the program may keep: often that of its last layer."""
@@ -225,23 +227,24 @@ def _input(function: Any, place_of: dict[int, int]) -> tuple[str, int] | None:
     return "function", place_of[internals.number_of(function)]
 
 
-def _plan(functions: list[Any], noted: list[_Noted], number_of_model: int) -> list[_Place]:
-    """Return the places of the noted outputs that are saved, or that the model returns, in the order of execution."""
+def _plan(functions: list[Any], noted: Iterable[_Noted], number_of_model: int) -> list[_Place]:
+    """Return the places of the noted outputs that are saved, or that the model returns, in the order of execution.
+
+    An output that is noted several times, as that of a layer that returns its input, has one place.
+    """
     place_of = {internals.number_of(function): place for place, function in enumerate(functions)}
-    users: defaultdict[int, list[int]] = defaultdict(list)
-    for place, function in enumerate(functions):
-        for other, _ in function.next_functions:
-            if other is not None and _name(other) != _LEAF:
-                users[place_of[internals.number_of(other)]].append(place)
+    inputs = [_inputs(function, place_of) for function in functions]
+    roots = _roots(functions, inputs)
+    saved_at = _saved_at(functions)
     plan = []
-    for output in noted:
+    for output in dict.fromkeys(noted):
         maker = place_of.get(output.number)
         if maker is None:  # the output is not used for the loss
             continue
-        for place in _users_of(maker, functions, users):
-            found = _attribute_with(functions[place], output)
-            if found is not None:
-                plan.append(_Place(output.describe, place, *found))
+        for place, name, is_base, tensor in saved_at.get(output.memory, ()):
+            is_used = any(roots[other] == roots[maker] for other in (place, *inputs[place]))
+            if is_used and is_own(tensor, output.version):
+                plan.append(_Place(output.describe, place, name, is_base=is_base))
                 break
         else:
             if output.number == number_of_model:
@@ -249,38 +252,47 @@ def _plan(functions: list[Any], noted: list[_Noted], number_of_model: int) -> li
     return plan
 
 
-def _users_of(maker: int, functions: list[Any], users: dict[int, list[int]]) -> Iterable[int]:
-    """Yield the places of functions that may have saved a result of another one: itself, its users, and the users of its views."""
-    yield maker
-    waiting, seen = list(users.get(maker, ())), {maker}
-    while waiting:
-        place = waiting.pop(0)
-        if place in seen:
-            continue
-        seen.add(place)
-        yield place
-        if _name(functions[place]).partition("Backward")[0] in _VIEWS:
-            waiting += users.get(place, ())
+def _inputs(function: Any, place_of: dict[int, int]) -> list[int]:
+    """Return the places of the functions whose results a function uses."""
+    return [
+        place_of[internals.number_of(other)]
+        for other, _ in function.next_functions
+        if other is not None and _name(other) != _LEAF
+    ]
 
 
-def _attribute_with(function: Any, output: _Noted) -> tuple[str, bool] | None:
-    """Return the saved tensor of a function that is an output, and whether it is the base of what is saved."""
-    for name in _saved_names(function):
-        saved = _saved(function, name)
-        if saved is None:
-            continue
-        base = internals.base_of(saved)
-        for tensor, is_base in ((saved, False), (base, True)):
-            if tensor is None or (tensor.data_ptr(), tensor.numel(), tensor.dtype) != output.memory:
-                continue
-            if is_own(tensor, output.version):
-                return name, is_base
-    return None
+def _roots(functions: list[Any], inputs: list[list[int]]) -> list[int]:
+    """Return, for each function, the place of the one that made the memory of its result: another one if the result is a view."""
+    roots: list[int] = []
+    for place, function in enumerate(functions):
+        is_view = _name(function).partition("Backward")[0] in _VIEWS
+        roots.append(
+            roots[inputs[place][0]] if is_view and min(inputs[place], default=place) < place else place
+        )
+    return roots
 
 
-def _saved_names(function: Any) -> list[str]:
-    """Return the names of what a function saves."""
-    return [name for name in dir(function) if name.startswith("_saved_") and "_sym_" not in name]
+def _saved_at(functions: list[Any]) -> dict[_Memory, list[tuple[int, str, bool, Tensor]]]:
+    """Return what functions have saved, by its memory: the place of the function, the name, whether it is the base of what is saved, and the tensor."""
+    names: dict[type, list[str]] = {}
+    saved_at: defaultdict[_Memory, list[tuple[int, str, bool, Tensor]]] = defaultdict(list)
+    for place, function in enumerate(functions):
+        kind = type(function)
+        if kind not in names:
+            names[kind] = [
+                name for name in dir(function) if name.startswith("_saved_") and "_sym_" not in name
+            ]
+        for name in names[kind]:
+            saved = _saved(function, name)
+            base = None if saved is None else internals.base_of(saved)
+            for tensor, is_base in ((saved, False), (base, True)):
+                if tensor is not None:
+                    saved_at[_memory_of(tensor)].append((place, name, is_base, tensor))
+    return saved_at
+
+
+def _memory_of(tensor: Tensor) -> _Memory:
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype
 
 
 def _saved(function: Any, name: str) -> Tensor | None:
@@ -294,4 +306,6 @@ def _saved(function: Any, name: str) -> Tensor | None:
         saved = getattr(function, name, None)
     except RuntimeError:  # it has been released, or was changed in place
         return None
-    return saved if type(saved) is Tensor and not saved.is_nested and not saved.is_meta else None
+    if type(saved) is not Tensor or saved.layout is not torch.strided:
+        return None
+    return None if saved.is_nested or saved.is_meta else saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -366,6 +367,30 @@ def test_a_layer_that_is_checkpointed_by_itself_is_not_computed_again(tmp_path: 
     model = nn.Sequential(nn.Linear(6, 6), layer := Recomputing(), nn.Linear(6, 6))
     train(tmp_path, model)
     assert layer.calls == 2 * (BAD + 1)
+
+
+class Repeated(nn.Module):
+    """A layer that returns its input in many steps of a loop, and whose output no function saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.same, self.head = nn.Linear(6, 6), nn.Identity(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        total = torch.zeros(())
+        for _ in range(600):
+            total = total + self.same(hidden)
+        logits: Tensor = self.head(total)
+        return logits
+
+
+def test_the_graph_of_a_long_loop_is_searched_once(tmp_path: Path) -> None:
+    begin = time.process_time()
+    train(tmp_path, Repeated())
+    assert (
+        time.process_time() - begin < 20
+    )  # half a minute for each pass if each output is compared with all functions
 
 
 def layer_hooks(model: nn.Module) -> int:
