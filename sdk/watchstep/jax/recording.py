@@ -332,6 +332,19 @@ class UpdateReader:
             StopTraining: a guard or the gate policy requests it.
         """
         self._by_hand = True
+        self._catch_up()
+
+    def restart(self) -> None:
+        """Record the updates so far, and let the model of the next update count steps, because another training begins.
+
+        Raises:
+            StopTraining: a guard or the gate policy requests it.
+        """
+        if not self._closed:
+            self._catch_up()
+            self._counting, self._others = None, 0
+
+    def _catch_up(self) -> None:
         self._wait(self._rings())
         self._settle()
         self._read_rings()
@@ -571,6 +584,15 @@ class Recording:
             self._reader.eager(update, loss)
         else:
             self._reader.trace(update, loss)
+
+    def restart(self) -> None:
+        """Let the model of the next update count steps, because another training begins.
+
+        Raises:
+            StopTraining: a guard or the gate policy requests it.
+        """
+        if self._reader is not None:
+            self._reader.restart()
 
     def close(self) -> None:
         """Record the last update, and stop observing."""

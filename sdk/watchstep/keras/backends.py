@@ -153,10 +153,11 @@ class KerasUpdates:
             except Exception as error:  # noqa: BLE001 - as above
                 self.report("evaluation", error)
 
-    def begins(self, trainer: Any) -> None:  # noqa: ARG002 - of the interface
-        """Let the optimizer of this training count steps."""
+    def begins(self, trainer: Any, *, is_inner: bool) -> None:  # noqa: ARG002 - of the interface
+        """Let the optimizer of this training count steps, unless it is a part of another training."""
         self._losses.computed = self._losses.updates = 0
-        self.restart()
+        if not is_inner:
+            self.restart()
 
     def ends(self, trainer: Any) -> None:
         """Record the last update, and report it if there was none of the optimizer's."""
@@ -226,7 +227,10 @@ class TensorFlowUpdates(KerasUpdates):
         self._graphs.add(
             ObservedUpdate(
                 source=call.optimizer,
-                variables=tuple(getattr(variable, "value", variable) for variable in call.variables),
+                variables=tuple(
+                    variable if hasattr(variable, "read_value") else variable.value
+                    for variable in call.variables
+                ),
                 gradients=call.gradients,
                 describe=lambda: describe(call.variables, trainer),
                 loss=loss if is_scalar else None,
@@ -264,9 +268,9 @@ class TorchUpdates(KerasUpdates):
         """Return the recording."""
         return None if self._updates is None else self._updates.session
 
-    def begins(self, trainer: Any) -> None:
+    def begins(self, trainer: Any, *, is_inner: bool) -> None:
         """Let the optimizer of this training count steps, and report a compiled step."""
-        super().begins(trainer)
+        super().begins(trainer, is_inner=is_inner)
         session = self.session()
         if getattr(trainer, "jit_compile", False) and session is not None:
             session.health.note("keras", "updates with jit_compile=True are not observed on PyTorch")
@@ -324,6 +328,7 @@ class JaxUpdates(KerasUpdates):
 
         self._open_hook: Callable[[], Hook | None] | None = open_hook
         self._session: Session | None = None
+        self._recording: Any = None
         self._module = jax_updates
         jax_updates.install()
 
@@ -334,11 +339,16 @@ class JaxUpdates(KerasUpdates):
         if hook is not None:
             keras_names.report_to(health_of(hook))
             self._session = hook._session  # noqa: SLF001 - part of the hook's own package
-            self._module.record_with(hook)
+            self._recording = self._module.record_with(hook)
 
-    def begins(self, trainer: Any) -> None:
+    def restart(self) -> None:
+        """Let the optimizer of the next update count steps."""
+        if self._recording is not None:
+            self._recording.restart()
+
+    def begins(self, trainer: Any, *, is_inner: bool) -> None:
         """Let the optimizer of this training count steps, and keep its state if it is stopped."""
-        super().begins(trainer)
+        super().begins(trainer, is_inner=is_inner)
         self._module.begins(trainer)
 
     def ends(self, trainer: Any) -> None:

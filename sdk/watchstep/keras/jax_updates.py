@@ -87,14 +87,14 @@ def keep_state_of(frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-def record_with(hook: Hook) -> None:
+def record_with(hook: Hook) -> recording.Recording:
     """Record the program's compiled steps with a hook, until it is closed.
 
     Raises:
         ConfigError: the hook's gate policy is not possible.
     """
     check_policy(hook._on_nonfinite)  # noqa: SLF001 - part of the hook's own package
-    recording.Recording(hook)
+    return recording.Recording(hook)
 
 
 def note(call: OptimizerCall) -> None:

@@ -8,10 +8,13 @@ calls another one is observed once.
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import keras
@@ -60,8 +63,13 @@ class KerasObserver(Protocol):
         """An evaluation has ended."""
         ...
 
-    def begins(self, trainer: Any) -> None:
-        """``fit`` begins."""
+    def begins(self, trainer: Any, *, is_inner: bool) -> None:
+        """``fit`` begins.
+
+        Args:
+            trainer: the model.
+            is_inner: whether another ``fit`` of this thread is in progress, whose callback may have called this one.
+        """
         ...
 
     def ends(self, trainer: Any) -> None:
@@ -276,11 +284,27 @@ def _named(trainer: Any, results: Any) -> dict[str, float]:
         return {}
 
 
+_fits: set[CodeType] = set()
+"""Code of Keras' own ``fit``."""
+
+
+def fits_in_progress() -> int:
+    """Return how many calls of ``fit`` this thread has in progress. Python may have looked up the first one before `install`."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to a caller's frame
+    count = 0
+    while frame is not None:
+        count += frame.f_code in _fits
+        frame = frame.f_back
+    return count
+
+
 def _fitting(method: Callable[..., Any]) -> Callable[..., Any]:
+    _fits.add(inspect.unwrap(method).__code__)
+
     def fit(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
         with _contained():
             for observer in tuple(_observers):
-                observer.begins(trainer)
+                observer.begins(trainer, is_inner=fits_in_progress() > 0)
         try:
             return method(trainer, *arguments, **keywords)
         finally:

@@ -111,7 +111,7 @@ class KerasCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - Keras' interface
         """Note the beginning of ``fit``, which Python may have looked up before this object was created."""
         if self._recording is not None:
-            self._recording.updates.begins(self.model)
+            self._recording.updates.begins(self.model, is_inner=optimizer_calls.fits_in_progress() > 1)
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002 - as above
         """Note the end of ``fit``."""

@@ -38,6 +38,10 @@ class CallObserver(Protocol):
         """
         ...
 
+    def call_failed(self, function: Any) -> None:
+        """A call of a function has raised, perhaps after updates. Never raises."""
+        ...
+
 
 _observers: list[CallObserver] = []
 
@@ -152,6 +156,10 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
         _current.function = _in_progress[thread] = function
         try:
             result = call(function, *arguments, **keywords)
+        except Exception:
+            for observer in observers:
+                observer.call_failed(function)
+            raise
         finally:
             _current.function = None
             _in_progress.pop(thread, None)

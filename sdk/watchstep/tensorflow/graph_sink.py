@@ -14,7 +14,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,7 @@ class GraphSink:
         self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._requested = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._has_bad = tf.Variable(False, trainable=False)
+        self._copied_at = tf.Variable(_NEVER, dtype=tf.int64, trainable=False)
         self._copies = [
             None if gradient is None else _copy_of(shape, gradient.dtype)
             for gradient, shape in zip(gradients, shapes, strict=True)
@@ -155,26 +156,29 @@ class GraphSink:
                 if gradient is not None and copy is not None:
                     copy.assign(self._copied(gradient))
             self._has_bad.assign(is_bad)
+            self._copied_at.assign(number)
             return tf.constant(True)
 
-        tf.cond(is_saved, save, lambda: tf.constant(False))
+        was_saved = tf.cond(is_saved, save, lambda: tf.constant(False))
         row = [
             _float64(number),
             _scalar(loss),
             _float64(is_bad),
             _scalar(scale),
             _scalar(learning_rate),
-            _float64(is_saved),
+            _float64(was_saved),
         ]
         slot = tf.math.floormod(number, SLOTS)
-        self._ring.scatter_nd_update(tf.reshape(slot, (1, 1)), tf.expand_dims(tf.stack(row), 0))
-        self._count.assign_add(1, read_value=False)
+        written = self._ring.scatter_nd_update(tf.reshape(slot, (1, 1)), tf.expand_dims(tf.stack(row), 0))
+        with tf.control_dependencies([written]):  # a call that fails before its update has none
+            self._count.assign_add(1, read_value=False)
         function_calls.add_own(
             [
                 self._ring,
                 self._count,
                 self._requested,
                 self._has_bad,
+                self._copied_at,
                 *(copy for copy in self._copies if copy is not None),
             ]
         )
@@ -185,24 +189,36 @@ class GraphSink:
             self._requested.assign(self._read, read_value=False)
 
     def read(self) -> tuple[int, list[GraphUpdate]]:
-        """Return the updates since the last call, in order, and before them the number of those that were overwritten.
+        """Return the number of the first update since the last call, and these updates in order.
 
-        Waits until they are computed.
+        Of more than `SLOTS` updates the first ones are missing, except the one whose gradients were copied. Waits until they are computed.
         """
         ring = host_array(self._ring.read_value())
         numbers = ring[:, _NUMBER]
         new = np.flatnonzero(numbers >= self._read)
         if not len(new):
-            return 0, []
+            return self._read, []
         rows = ring[new[np.argsort(numbers[new])]]
+        begin, first = self._read, int(rows[0][_NUMBER])
         saved = [int(row[_NUMBER]) for row in rows if row[_IS_SAVED]]
-        copied, gradients = (saved[-1], self._gradients()) if saved else (_NEVER, None)
-        updates = [self._update(row, gradients if int(row[_NUMBER]) == copied else None) for row in rows]
-        if any(row[_IS_SAVED] and row[_IS_BAD] for row in rows):
+        copied, is_bad = saved[-1] if saved else _NEVER, any(row[_IS_SAVED] and row[_IS_BAD] for row in rows)
+        updates = []
+        if first > begin and not saved and (number := int(self._copied_at.read_value())) >= begin:
+            is_bad = bool(self._has_bad.read_value())
+            row = [number, math.nan, is_bad, math.nan, math.nan, 1]
+            updates = [
+                replace(self._update(row, self._gradients()), loss=None, scale=None, learning_rate=None)
+            ]
+        gradients = self._gradients() if saved else None
+        updates += [self._update(row, gradients if int(row[_NUMBER]) == copied else None) for row in rows]
+        if is_bad:
             self._has_bad.assign(False, read_value=False)
-        overwritten = int(rows[0][_NUMBER]) - self._read
         self._read = int(rows[-1][_NUMBER]) + 1
-        return overwritten, updates
+        return begin, updates
+
+    def forgive(self) -> None:
+        """Copy gradients again after a call that failed, which may have copied some of an update that it has not made."""
+        self._has_bad.assign(False, read_value=False)
 
     def _gradients(self) -> HostArrays:
         return host_values(None if copy is None else copy.read_value() for copy in self._copies)

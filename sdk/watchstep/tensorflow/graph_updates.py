@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,9 +51,13 @@ class ObservedUpdate:
     learning_rate: Any = None
 
 
+_MAX_GRAPHS = 16
+"""Maximum number of sinks. A program whose updates have more forms is not observed in all of them."""
+
+
 @dataclass
 class _Graph:
-    """The sink of one optimizer.
+    """The sink of one optimizer, for updates with gradients of the same variables and shapes.
 
     Attributes:
         source: weak reference to the optimizer.
@@ -85,7 +90,7 @@ class GraphUpdates:
         self._open_updates = open_updates
         self._updates: ProgramUpdates | None = None
         self._is_refused = False
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: list[_Graph] = []
         self._closed = False
         self._has_functions = function_calls.install()
         function_calls.observe(self)
@@ -142,7 +147,7 @@ class GraphUpdates:
             return
         own_work.enter()
         try:
-            for graph in self._graphs.values():
+            for graph in self._graphs:
                 if function in graph.functions:
                     self._prepare(graph)
         except Exception as error:  # noqa: BLE001 - as above
@@ -156,7 +161,7 @@ class GraphUpdates:
         Raises:
             StopTraining: a stop is due and the program opted in.
         """
-        graphs = [graph for graph in self._graphs.values() if function in graph.functions]
+        graphs = [graph for graph in self._graphs if function in graph.functions]
         if not graphs or self._closed:
             return
         own_work.enter()
@@ -168,6 +173,17 @@ class GraphUpdates:
             self.report("tensorflow", error)
         finally:
             own_work.leave()
+
+    def call_failed(self, function: Any) -> None:
+        """Record the updates that a call has made before it failed. The program's own exception is raised, and no stop."""
+        with suppress(StopTraining):
+            self.after_call(function)
+        try:
+            for graph in self._graphs:
+                if function in graph.functions:
+                    graph.sink.forgive()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.report("tensorflow", error)
 
     def close(self) -> None:
         """Stop observing, and release the variables."""
@@ -224,17 +240,10 @@ class GraphUpdates:
         if function is None:
             self.note("gradients in a graph that is not that of a tf.function are not observed")
             return
-        graph = self._graphs.get(id(update.source))
-        if graph is None or graph.source() is not update.source or not graph.sink.fits(update.gradients):
-            self._graphs = {key: other for key, other in self._graphs.items() if other.source() is not None}
-            graph = self._graphs[id(update.source)] = _Graph(
-                source=weakref.ref(update.source),
-                sink=GraphSink(update.gradients, checks_all=self._checks_all()),
-                variables=tuple(update.variables),
-                describe=update.describe,
-                skips=update.is_finite is not None,
-            )
-            graph.weights = _first_weights(graph.variables)
+        graph = self._graph_of(update)
+        if graph is None:
+            self.note(f"updates of more than {_MAX_GRAPHS} forms are not observed")
+            return
         graph.sink.add(
             update.gradients,
             loss=update.loss,
@@ -243,6 +252,27 @@ class GraphUpdates:
             learning_rate=update.learning_rate,
         )
         graph.functions.add(function)
+
+    def _graph_of(self, update: ObservedUpdate) -> _Graph | None:
+        """Return the sink for an update; a new one if there is none for its variables and shapes. None if there are too many."""
+        identities = list(map(id, update.variables))
+        for graph in self._graphs:
+            is_same = graph.source() is update.source and list(map(id, graph.variables)) == identities
+            if is_same and graph.sink.fits(update.gradients):
+                return graph
+        self._graphs = [graph for graph in self._graphs if graph.source() is not None]
+        if len(self._graphs) >= _MAX_GRAPHS:
+            return None
+        graph = _Graph(
+            source=weakref.ref(update.source),
+            sink=GraphSink(update.gradients, checks_all=self._checks_all()),
+            variables=tuple(update.variables),
+            describe=update.describe,
+            skips=update.is_finite is not None,
+        )
+        graph.weights = _first_weights(graph.variables)
+        self._graphs.append(graph)
+        return graph
 
     def _checks_all(self) -> bool:
         """Return whether each update is checked completely, because it may stop the training."""
@@ -278,17 +308,21 @@ class GraphUpdates:
         if updates is None:
             return
         read.sort(key=lambda entry: updates.counts(entry[0].source()))
-        for graph, recorder, (lost, all_made) in read:
+        has_parts = len({id(graph.source()) for graph in graphs}) > 1
+        for graph, recorder, (begin, made) in read:
             weights, graph.weights = graph.weights, None
-            if recorder is None or not all_made:
+            if recorder is None or not made:
                 continue
-            is_part = len(graphs) > 1 and not recorder.counts_steps
-            overwritten, made = (0, all_made[-1:]) if is_part else (lost, all_made)
-            for _ in range(overwritten):
-                recorder.record(Update())
-            for update in made:
+            is_part = has_parts and not recorder.counts_steps
+            number = made[-1].number if is_part else begin
+            for update in made[-1:] if is_part else made:
+                if update.number > number:
+                    updates.session.health.count("missed_steps", update.number - number)
+                for _ in range(update.number - number):
+                    recorder.record(Update(weights=weights))
+                    weights = None
                 recorder.record(_as_update(update, weights, skips=graph.skips))
-                weights = None
+                weights, number = None, update.number + 1
 
 
 def _as_update(update: GraphUpdate, weights: HostArrays | None, *, skips: bool) -> Update:

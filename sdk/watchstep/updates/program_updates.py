@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from watchstep.capture.steps.metric_names import SCALE, SKIPPED
@@ -40,7 +40,7 @@ def check_policy(on_nonfinite: OnNonfinite) -> None:
 
 @dataclass
 class _Recorded:
-    """One optimizer.
+    """One optimizer with the variables of some of its updates.
 
     Attributes:
         source: weak reference to the object that identifies it.
@@ -51,7 +51,7 @@ class _Recorded:
 
     source: weakref.ref[Any]
     recorder: UpdateRecorder
-    variables: frozenset[int]
+    variables: tuple[int, ...]
     is_current: bool = True
 
 
@@ -62,7 +62,8 @@ class ProgramUpdates:
     gone, or `restart` is called, the next optimizer that makes an update counts steps.
 
     Losses and metrics of the others have a number in their names: ``loss_2``. Where two optimizers of one training have different variables
-    of the same names, those of the second one begin with ``model_2``.
+    of the same names, those of the second one begin with ``model_2``. An optimizer whose updates are of different variables, because some have no
+    gradient, has a recorder for each set of them.
     """
 
     def __init__(self, session: Session, on_nonfinite: OnNonfinite) -> None:
@@ -78,7 +79,7 @@ class ProgramUpdates:
         check_policy(on_nonfinite)
         self.session = session
         self.on_nonfinite = on_nonfinite
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._counting: int | None = None
         self._by_hand = False
 
@@ -95,36 +96,44 @@ class ProgramUpdates:
         Returns:
             The recorder; None for one optimizer more than the limit, which is counted in health.
         """
-        recorded = self._recorded.get(id(source))
+        identities = tuple(map(id, variables))
+        key = (id(source), *identities)
+        recorded = self._recorded.get(key)
         if recorded is None or recorded.source() is not source:
             self._forget_gone()
             if len(self._recorded) >= _MAX_RECORDERS:
                 self.session.health.count("unobserved_optimizers")
                 return None
-            identities = frozenset(map(id, variables))
             recorder = UpdateRecorder(
                 self.session,
-                self._distinct(describe(), identities),
+                self._known(source, self._distinct(describe(), identities), identities),
                 on_nonfinite=self.on_nonfinite,
                 counts_steps=False,
             )
-            recorded = self._recorded[id(source)] = _Recorded(weakref.ref(source), recorder, identities)
+            recorded = self._recorded[key] = _Recorded(weakref.ref(source), recorder, identities)
         recorded.is_current = True
         if self._counting is None:
             self._counting = id(source)
-            recorded.recorder.counts_steps = not self._by_hand
-            recorded.recorder.number = 1
-        elif recorded.recorder.number == 1 and not self.counts(source):
-            used = {other.recorder.number for other in self._recorded.values()}
-            recorded.recorder.number = min(set(range(2, _MAX_RECORDERS + 2)) - used)
-        return recorded.recorder
+        recorder = recorded.recorder
+        if self.counts(source):
+            recorder.counts_steps, recorder.number = not self._by_hand, 1
+        elif recorder.number == 1:
+            recorder.number = self._number_of(source)
+        return recorder
 
-    def _distinct(self, infos: Sequence[TensorInfo], identities: frozenset[int]) -> Sequence[TensorInfo]:
+    def _number_of(self, source: Any) -> int:
+        """Return the number of an optimizer that does not count steps."""
+        all_recorded = list(self._recorded.values())
+        own = max(recorded.recorder.number for recorded in all_recorded if recorded.source() is source)
+        used = {recorded.recorder.number for recorded in all_recorded}
+        return own if own > 1 else min(set(range(2, _MAX_RECORDERS + 2)) - used)
+
+    def _distinct(self, infos: Sequence[TensorInfo], identities: Sequence[int]) -> Sequence[TensorInfo]:
         """Return descriptions with names that no other variables of this training have."""
         names = {
             info.name
             for other in self._recorded.values()
-            if other.is_current and not other.variables & identities
+            if other.is_current and not set(other.variables) & set(identities)
             for info in other.recorder.parameters
         }
         chosen, number = infos, 1
@@ -133,18 +142,35 @@ class ProgramUpdates:
             chosen = prefixed(infos, f"model_{number}")
         return chosen
 
+    def _known(
+        self, source: Any, infos: Sequence[TensorInfo], identities: Sequence[int]
+    ) -> Sequence[TensorInfo]:
+        """Return descriptions in which variables of other updates of an optimizer have the names that they have there."""
+        known = {
+            identity: info
+            for recorded in self._recorded.values()
+            if recorded.source() is source
+            for identity, info in zip(recorded.variables, recorded.recorder.parameters, strict=False)
+        }
+        used = {info.name for info in known.values()}
+        chosen = []
+        for identity, info in zip(identities, infos, strict=False):
+            name, number = info.name, 1
+            while identity not in known and name in used:
+                number += 1
+                name = f"{info.name}_{number}"
+            chosen.append(known.get(identity, replace(info, name=name)))
+        return chosen
+
     def counts(self, source: Any) -> bool:
         """Return whether an optimizer counts steps."""
         return self._counting == id(source)
 
     def restart(self) -> None:
         """Let the next optimizer that makes an update count steps, because another training begins."""
-        counting = self._recorded.get(self._counting or -1)
-        if counting is not None:
-            counting.recorder.counts_steps = False
         self._counting = None
         for recorded in self._recorded.values():
-            recorded.is_current = False
+            recorded.is_current = recorded.recorder.counts_steps = False
 
     def count_by_hand(self) -> None:
         """Count steps by `Hook.step` from now on."""
@@ -155,5 +181,5 @@ class ProgramUpdates:
     def _forget_gone(self) -> None:
         for key in [key for key, recorded in self._recorded.items() if recorded.source() is None]:
             del self._recorded[key]
-            if self._counting == key:
+            if self._counting == key[0]:
                 self._counting = None

@@ -167,8 +167,9 @@ pytest.importorskip("keras", reason="KERAS IS NOT INSTALLED: its adapter is not 
 UNUSUAL_PROGRAMS = Path(__file__).with_name("unusual_programs.py")
 UNUSUAL_BACKENDS = [name for name in ("tensorflow", "torch") if importlib.util.find_spec(name)]
 UNUSUAL_KINDS = {
-    "tensorflow": "own_updates copied adversarial alternating evaluating several_losses one_replica",
-    "torch": "own_updates copied alternating evaluating",
+    "tensorflow": "own_updates copied adversarial alternating evaluating several_losses one_replica seldom_used unknown_size checked "
+    "plain_variables fit_within_fit",
+    "torch": "own_updates copied alternating evaluating fit_within_fit",
 }
 needs_tensorflow = pytest.mark.skipif(
     "tensorflow" not in UNUSUAL_BACKENDS, reason="TENSORFLOW IS NOT INSTALLED: as above"
@@ -243,6 +244,53 @@ def test_an_optimizer_that_is_not_observed_is_reported(programs: RecordedProgram
     result = programs.results(backend)["own_updates"]
     assert "OwnUpdates" in result["notes"]["keras"]
     assert programs.run(backend, "own_updates").steps("train") == []
+
+
+@needs_tensorflow
+def test_updates_of_changing_variables_have_their_own_rows_and_steps(programs: RecordedPrograms) -> None:
+    run = programs.run("tensorflow", "seldom_used")
+    results = programs.results("tensorflow")["seldom_used"]["losses"]
+    assert run.steps("train") == [0, 1, 2, 3]
+    assert values(run, "loss") == pytest.approx([result[0] for result in results])
+    second, out = (figures(run, f"{name}.bias:gradient") for name in ("second", "out"))
+    assert second == pytest.approx({step: results[step][4] for step in (1, 3)}, abs=1e-7)
+    assert out == pytest.approx({step: results[step][-1] for step in range(4)}, abs=1e-7)
+    assert len(figures(run, "second.kernel")) == 2
+
+
+@needs_tensorflow
+def test_the_end_of_an_epoch_is_no_step(programs: RecordedPrograms) -> None:
+    run = programs.run("tensorflow", "unknown_size")
+    assert run.steps("train") == list(range(12))
+    assert len(values(run, "hidden.kernel:gradient")) == 12
+
+
+@needs_tensorflow
+def test_an_update_before_an_exception_of_its_step_is_recorded(programs: RecordedPrograms) -> None:
+    assert bad_steps(programs.run("tensorflow", "checked"), ["out.kernel"]) == {2}
+
+
+@needs_tensorflow
+def test_variables_of_tensorflow_are_recorded(programs: RecordedPrograms) -> None:
+    assert len(values(programs.run("tensorflow", "plain_variables"), "weight")) == 4
+
+
+@pytest.mark.parametrize("backend", UNUSUAL_BACKENDS)
+def test_a_training_within_a_training_does_not_count_steps(programs: RecordedPrograms, backend: str) -> None:
+    run = programs.run(backend, "fit_within_fit")
+    losses = programs.results(backend)["fit_within_fit"]["losses"]
+    recorded = values(run, "loss")
+    assert len(recorded) == 12
+    assert [sum(recorded[at : at + 4]) / 4 for at in (0, 4, 8)] == pytest.approx(losses, rel=1e-5)
+    assert len(values(run, "model_2.hidden.kernel:gradient")) == 3
+
+
+@pytest.mark.skipif("jax" not in BACKENDS, reason="JAX IS NOT INSTALLED: as above")
+def test_a_second_training_with_more_variables_counts_steps(programs: RecordedPrograms) -> None:
+    result = programs.results("jax")["two_trainings"]
+    assert result["equal"]
+    assert result["faults"] == {}
+    assert programs.run("jax", "two_trainings").steps("train") == list(range(8))
 
 
 @pytest.mark.parametrize("backend", UNUSUAL_BACKENDS)

@@ -146,6 +146,120 @@ def several_losses(record: Wrap) -> Any:
     return [float(step(tf.constant(x), tf.constant(y))) for x, y in data()], bits(model)
 
 
+def seldom_used(record: Wrap) -> Any:
+    """A second output has a loss, and its layer gradients, only in every other update. Returns the means of its gradients."""
+    import tensorflow as tf
+
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(8, name="hidden")(inputs)
+    outputs = [keras.layers.Dense(3, name=name)(hidden) for name in ("second", "out")]
+    model = keras.Model(inputs, outputs)
+    compute = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    record()
+
+    @tf.function
+    def step(x: Any, y: Any, has_second: bool) -> Any:
+        with tf.GradientTape() as tape:
+            second, predicted = model(x, training=True)
+            value = compute(y, predicted) + (tf.reduce_mean(second**2) if has_second else 0.0)
+        gradients = tape.gradient(value, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return value, *(tf.reduce_mean(gradient) for gradient in gradients if gradient is not None)
+
+    results = [
+        [float(value) for value in step(tf.constant(x), tf.constant(y), number % 2 == 1)]
+        for number, (x, y) in enumerate(data())
+    ]
+    return results, bits(model)
+
+
+def unknown_size(record: Wrap) -> Any:
+    """At the end of each epoch, the compiled step raises that there is no further batch."""
+    import tensorflow as tf
+
+    kinds = (tf.TensorSpec((BATCH, 6), tf.float32), tf.TensorSpec((BATCH,), tf.int32))
+    batches = tf.data.Dataset.from_generator(data, output_signature=kinds)
+    model = classifier()
+    return model.fit(batches, epochs=3, verbose=0, callbacks=record()).history["loss"], bits(model)
+
+
+def checked(record: Wrap) -> Any:
+    """The step raises after an update by NaN."""
+    import tensorflow as tf
+
+    model = classifier()
+    compute = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.optimizer.build(model.trainable_variables)
+    record()
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            value = compute(y, model(x, training=True))
+        model.optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+        return tf.debugging.check_numerics(value, "the loss")
+
+    losses = []
+    try:
+        for number, (x, y) in enumerate(data()):
+            losses.append(float(step(tf.constant(x * (np.nan if number == 2 else 1)), tf.constant(y))))
+    except tf.errors.InvalidArgumentError:
+        losses.append(-1.0)
+    return losses, bits(model)
+
+
+def plain_variables(record: Wrap) -> Any:
+    """An optimizer of Keras updates a variable of TensorFlow."""
+    import tensorflow as tf
+
+    weight = tf.Variable(tf.ones((6, 1)), name="weight")
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build([weight])
+    record()
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean((x @ weight) ** 2)
+        optimizer.apply([tape.gradient(value, weight)], [weight])
+        return value
+
+    return [float(step(tf.constant(x))) for x, _ in data()], weight.numpy().tobytes().hex()
+
+
+class InnerFit(keras.callbacks.Callback):
+    """Trains another model at the end of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier(keras.optimizers.SGD(0.1))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        x, y = all_data()
+        self.inner.fit(x[:BATCH], y[:BATCH], batch_size=BATCH, shuffle=False, verbose=0)
+
+
+def fit_within_fit(record: Wrap) -> Any:
+    model, callback = classifier(keras.optimizers.SGD(0.2)), InnerFit()
+    x, y = all_data()
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "epochs": 3}
+    losses = model.fit(x, y, callbacks=[*record(), callback], **options).history["loss"]
+    return losses, bits(model, callback.inner)
+
+
+def two_trainings(record: Wrap) -> Any:
+    """A frozen layer is trained in a second ``fit``."""
+    model = classifier(keras.optimizers.SGD(0.1))
+    model.layers[0].trainable = False
+    model.compile(keras.optimizers.SGD(0.1), loss=model.loss)
+    first = fitted(model, record)
+    model.layers[0].trainable = True
+    model.compile(keras.optimizers.SGD(0.1), loss=model.loss)
+    return first + fitted(model, list), bits(model)
+
+
 def one_replica(record: Wrap) -> Any:
     import tensorflow as tf
 
@@ -180,9 +294,13 @@ def copied(record: Wrap) -> Any:
 
 
 KINDS: dict[str, tuple[Callable[[Wrap], Any], ...]] = {
-    "tensorflow": (own_updates, copied, adversarial, alternating, evaluating, several_losses, one_replica),
-    "torch": (own_updates, copied, alternating, evaluating),
-}
+    "tensorflow": (
+        own_updates, copied, adversarial, alternating, evaluating, several_losses, one_replica, seldom_used, unknown_size, checked,
+        plain_variables, fit_within_fit,
+    ),
+    "torch": (own_updates, copied, alternating, evaluating, fit_within_fit),
+    "jax": (two_trainings,),
+}  # fmt: skip
 
 
 def main(store: Path) -> dict[str, Any]:
