@@ -10,9 +10,10 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 HIDDEN = "(hidden)"
 """What is recorded instead of a secret."""
@@ -24,6 +25,7 @@ _PACKAGES = (
     "watchstep", "torch", "torchvision", "numpy", "transformers", "datasets", "accelerate", "peft", "deepspeed", "lightning",
     "pytorch-lightning", "timm", "jax", "flax", "optax", "keras", "tensorflow", "xgboost", "lightgbm",
 )  # fmt: skip
+_FRAMEWORKS = ("torch", "jax")
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF",
     "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID",
@@ -84,7 +86,7 @@ def provenance() -> dict[str, str]:
     commit = git_commit(folder)
     found = {
         "program": Path(sys.argv[0]).name if sys.argv else "",
-        "program digest": _digest(Path(sys.argv[0])) if sys.argv else "",
+        "program digest": program_digest(Path(sys.argv[0])) if sys.argv else "",
         "command": shlex.join(without_secrets(sys.orig_argv)),
         "folder": str(folder),
         "commit": commit,
@@ -103,6 +105,40 @@ def provenance() -> dict[str, str]:
     return {
         name: _short(value, _LONGEST.get(name, _MOST_CHARACTERS)) for name, value in found.items() if value
     }
+
+
+def program_data() -> dict[str, Any]:
+    """Return what a bundle states about the running program: its arguments, file, folder, commit and versions."""
+    return {
+        "argv": without_secrets(sys.argv),
+        "digest": program_digest(Path(sys.argv[0])) if sys.argv else "",
+        "folder": str(Path.cwd()),
+        "git_commit": git_commit(Path.cwd()),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "versions": package_versions(),
+    }
+
+
+def changes_since(recorded: Mapping[str, Any], program: Path) -> list[str]:
+    """Return how a program differs from the one that a bundle was recorded of, as sentences.
+
+    Args:
+        recorded: The result of `program_data` at that time, from a bundle that may be damaged.
+        program: The file of the program now.
+    """
+    changes = []
+    argv, digest, versions = (recorded.get(name) for name in ("argv", "digest", "versions"))
+    name = Path(str(argv[0])).name if isinstance(argv, list) and argv else ""
+    if digest and program.name == name and digest != program_digest(program):
+        changes.append(f"{name} has changed since this step was recorded")
+    now = package_versions()
+    for package, before in versions.items() if isinstance(versions, dict) else ():
+        if package in now and package in _FRAMEWORKS and before != now[package]:
+            changes.append(
+                f"the step was recorded with {package} {before!s:.40}, and is replayed with {now[package]}"
+            )
+    return changes
 
 
 def _short(value: str, most: int) -> str:
@@ -143,7 +179,7 @@ def _shapeless(text: str) -> str:
     return text
 
 
-def _digest(program: Path) -> str:
+def program_digest(program: Path) -> str:
     """Return the SHA-256 of the program's file, 16 digits; empty if it cannot be read."""
     try:
         if program.is_file() and program.stat().st_size <= _MOST_PROGRAM_BYTES:

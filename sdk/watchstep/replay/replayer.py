@@ -211,7 +211,8 @@ def replay(
     if not bundle.document.micro_batches:
         raise ConfigError(
             f"bundle {bundle.name} has no forward pass",
-            "models that are compiled as a whole are not observed; watch the model before torch.compile",
+            "'watchstep run' records from the first update on, after its forward pass: create a watchstep.Hook in the program to bundle that step; "
+            "models that are compiled as a whole are not observed: watch the model before torch.compile",
         )
     chosen = torch.device(device or _recorded_device(bundle))
     recorded = RecordedStep(bundle, chosen)

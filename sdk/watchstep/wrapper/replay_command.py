@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from watchstep.capture.provenance import changes_since
 from watchstep.errors import ConfigError, NotFoundError, WatchstepError
 from watchstep.format.bundle import Bundle, bundle_keys, open_bundle, open_bundle_file
 from watchstep.format.layout import BundleKey
@@ -100,6 +102,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     except Exception:  # noqa: BLE001 - an exception of the program: not a difference
         traceback.print_exc()
         raise SystemExit(_EXIT_ERROR) from None
+    result = dataclasses.replace(result, problems=(*_changes(bundle, options.program), *result.problems))
     if options.trace is not None and result.trace is not None:
         from watchstep.trace import write_trace
 
@@ -132,10 +135,17 @@ def _replay_jax(bundle: Bundle, options: argparse.Namespace) -> NoReturn:
     except Exception:  # noqa: BLE001 - an exception of the program: not a difference
         traceback.print_exc()
         raise SystemExit(_EXIT_ERROR) from None
+    result = dataclasses.replace(result, notes=_changes(bundle, options.program))
     text = f"{escaped_json(json.dumps(result.data(), indent=2))}\n" if options.json else str(result)
     sys.stdout.write(text)
     sys.stdout.flush()
     raise SystemExit(0 if result.fails else _EXIT_DIFFERENT)
+
+
+def _changes(bundle: Bundle, program: str) -> tuple[str, ...]:
+    """Return how a program differs from the one that recorded a bundle, as sentences."""
+    place = program.rpartition(":")[0] or program
+    return tuple(changes_since(bundle.document.program, Path(place).expanduser()))
 
 
 def bundles_main(arguments: Sequence[str]) -> NoReturn:

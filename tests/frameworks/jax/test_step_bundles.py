@@ -156,6 +156,14 @@ def test_a_bundle_of_another_step_is_refused(tmp_path: Path) -> None:
         save_bundle(tmp_path / "step.npz", 1)
 
 
+def test_a_bundle_has_no_secret_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--api-key", "confidential", "--steps=9"])
+    save_bundle(tmp_path / "step.safetensors", jnp.ones(2))
+    program = open_bundle_file(tmp_path / "step.safetensors").document.program
+    assert program["argv"] == ["train.py", "--api-key", "(hidden)", "--steps=9"]
+    assert program["versions"]["jax"] == jax.__version__
+
+
 def test_damaged_bundles_are_named(tmp_path: Path) -> None:
     path = tmp_path / "step.safetensors"
     save_bundle(path, {"a": jnp.ones(3)})

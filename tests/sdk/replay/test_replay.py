@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -277,6 +278,60 @@ def test_a_program_whose_batch_was_not_named_is_told_what_the_bundle_has(tmp_pat
         ConfigError, match=r"ReplayStep.loss raised ValueError .* a float32 tensor of shape \[3, 4\]"
     ):
         replay(bundle, ReplayStep(nn.Linear(4, 2), loss))
+
+
+TRAINING = """
+import sys
+import torch
+import watchstep
+
+
+def replay():
+    return watchstep.ReplayStep(torch.nn.Linear(4, 2), lambda model, batch: model(batch).log().mean())
+
+
+if __name__ == "__main__":
+    model = torch.nn.Linear(4, 2)
+    with watchstep.Hook(sys.argv[1], run="r") as hook:
+        hook.watch(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+        hook.batch(torch.ones(3, 4))
+        (model(torch.ones(3, 4)) - 10.0).log().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_replay_of_a_program_that_has_changed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from watchstep.wrapper import replay_command
+
+    program = tmp_path / "train.py"
+    program.write_text(TRAINING)
+    monkeypatch.setattr(sys, "argv", [str(program), str(tmp_path)])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    runpy.run_path(str(program), run_name="__main__")
+    for text, is_changed in ((TRAINING, False), (f"{TRAINING}# changed\n", True)):
+        program.write_text(text)
+        with pytest.raises(SystemExit):
+            replay_command.main([f"{tmp_path}/default/r", "--program", str(program)])
+        told = capsys.readouterr().out
+        assert ("note: train.py has changed since this step was recorded" in told) is is_changed
+
+
+def test_a_bundle_without_a_forward_pass_names_both_causes(tmp_path: Path) -> None:
+    import torch
+
+    from watchstep.replay import replay
+
+    model = torch.nn.Linear(4, 2)
+    loss = (model(torch.ones(3, 4)) * torch.nan).sum()
+    with Hook(tmp_path, run="r") as hook:
+        hook.watch(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+        loss.backward()
+        optimizer.step()
+    bundle = bundles_of(Store.open(hook.run_url))["gate"]
+    with pytest.raises(ConfigError, match="'watchstep run' records from the first update on"):
+        replay(bundle, programs().step_of("cnn"))
 
 
 # Steps under a gradient scaler

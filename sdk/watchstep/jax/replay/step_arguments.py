@@ -7,7 +7,6 @@ arguments is that of the program, which builds it for a replay. Nothing in the f
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from jax import numpy as jnp
 from numpy.typing import NDArray
 
+from watchstep.capture.provenance import program_data
 from watchstep.errors import ConfigError, FormatError
 from watchstep.format.bundle import DOCUMENT, MAX_DOCUMENT, VALUES, Bundle, BundleDocument, LostValue
 from watchstep.format.snapshot import DTYPES, NARROW_FLOATS, Described, header
@@ -134,7 +134,7 @@ def write_bundle(  # noqa: PLR0913 - what a recorder says of the step is by keyw
         step=step,
         time_ns=time.time_ns(),
         reason=reason,
-        program={"framework": FRAMEWORK, "argv": list(sys.argv), "jax": jax.__version__},
+        program={"framework": FRAMEWORK, **program_data()},
         micro_batches=({"leaves": leaves},),
         lost=tuple(lost),
     ).encode()

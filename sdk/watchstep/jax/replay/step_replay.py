@@ -20,11 +20,13 @@ class JaxReplay:
         name: of the bundle.
         step: number of the step.
         evaluation: results and the first bad operation.
+        notes: what the reader must know besides the notes of the evaluation, as sentences.
     """
 
     name: str
     step: int
     evaluation: StepEvaluation
+    notes: tuple[str, ...] = ()
 
     @property
     def fails(self) -> bool:
@@ -45,13 +47,14 @@ class JaxReplay:
             "first_bad": None if evaluation.first_bad is None else evaluation.first_bad.data(),
             "contained": evaluation.contained,
             "evaluated": evaluation.evaluated,
-            "notes": list(evaluation.notes),
+            "notes": [*self.notes, *evaluation.notes],
         }
 
     def _lines(self) -> Iterator[str]:
         yield printable(
             f"step {self.step} of {self.name}, JAX: {self.evaluation.evaluated} operations evaluated"
         )
+        yield from (printable(f"note: {note}") for note in self.notes)
         if self.evaluation.first_bad is not None:
             yield str(self.evaluation.first_bad)
             return

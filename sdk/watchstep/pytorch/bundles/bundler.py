@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from watchstep.capture.config import Bundles
 from watchstep.capture.identity import Identity
+from watchstep.capture.provenance import program_data
 from watchstep.capture.steps.session import Session
 from watchstep.capture.tensors.bundle_plan import BundleOccasion
 from watchstep.capture.tensors.snapshots import StoredFile
@@ -44,7 +45,7 @@ from watchstep.format.snapshot import Described, header
 from watchstep.platform.program_errors import is_of_program
 from watchstep.pytorch import internals
 from watchstep.pytorch.bundles import random_states
-from watchstep.pytorch.bundles.program import precision_data, program_data
+from watchstep.pytorch.bundles.program import device_data, precision_data
 from watchstep.pytorch.bundles.step_inputs import MicroBatch, StepInputs, TensorVersions
 from watchstep.pytorch.bundles.values import ValueEncoder
 from watchstep.pytorch.parameters import amp
@@ -209,7 +210,7 @@ class _BundleContent:
         self._gradient_tensors()
         program = {
             name: value
-            for name, value in program_data().items()
+            for name, value in {**program_data(), **device_data()}.items()
             if not encoder.is_redacted(f"program/{name}")
         }
         stored_names = self._fit()

@@ -1,30 +1,19 @@
-"""The program and the flags of PyTorch that a bundle records, and setting those flags again."""
+"""The devices and the flags of PyTorch that a bundle records, and setting those flags again."""
 
 from __future__ import annotations
 
 import os
-import platform
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from watchstep.capture.provenance import git_commit, package_versions, without_secrets
 
-
-def program_data() -> dict[str, Any]:
-    """Return the arguments, the working folder, the git commit and the versions of the running program."""
+def device_data() -> dict[str, Any]:
+    """Return the processor and the GPUs that the running program computes on."""
     return {
-        "argv": without_secrets(sys.argv),
-        "folder": str(Path.cwd()),
-        "git_commit": git_commit(Path.cwd()),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
         "processor": torch.backends.cpu.get_cpu_capability(),
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "versions": package_versions(),
     }
 
 
