@@ -341,10 +341,22 @@ class Generations:
         if self.manifest is not None:
             self._distrusted.add(self.manifest.generation)
 
+    def missing(self) -> set[str]:
+        """Return the keys of objects of the current generation that the store does not have.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        stored = {entry.key for entry in self._store.entries(COMPACTED)}
+        objects = (part for attempt in self.attempts.values() for part in (*attempt.objects, attempt.recent))
+        return {part.key for part in objects if part is not None} - stored
+
     def _follow(self, generation: int) -> bool:
         key = manifest_key(generation)
         try:
             manifest = decode(self._store.get(key, limit=MAX_MANIFEST), key)
+            if manifest.generation != generation:
+                return False  # a generation that is distrusted must not come back under another number
             attempts = {}
             for attempt in manifest.attempts:
                 catalogue = self._catalogues.read(attempt.catalogue.encode())

@@ -78,6 +78,9 @@ def prefetch(work: Callable[[Item], Result], items: Iterable[Item], readers: int
                 future.cancel()
 
 
+_MOST_LOST = 32
+"""How often a query follows what happened to a compaction. Missing objects are found together, damaged ones and other generations one by one."""
+
 _COPIES = 2
 """How often the rows of blocks are in memory: as a table and as a block; later as blocks and as the concatenated one."""
 
@@ -218,13 +221,16 @@ class RunIndex:
         """Run a function that reads; repeat it if a part of a compaction was lost meanwhile.
 
         Raises:
-            StoreError: the store cannot be read.
+            OverBudgetError: `budget` is exceeded.
+            StoreError: the store cannot be read, or more and more parts of compactions are lost: somebody writes manifests without them.
         """
-        while True:
+        for _ in range(_MOST_LOST):
             try:
                 return work()
             except CompactedSegmentLostError as error:
+                self._spend()
                 self.follow(error)
+        return work()
 
     def follow(self, error: CompactedSegmentLostError) -> None:
         """React to a lost part of a compaction: use a newer generation, or the originals; if they are gone, continue without the object."""
@@ -238,6 +244,7 @@ class RunIndex:
             self.refresh()
         else:
             self.damaged[error.key] = error.what
+            self.damaged.update(dict.fromkeys(self._generations.missing(), "the object is missing"))
             self._forget()
 
     def _listed(self) -> dict[SegmentKey, int]:

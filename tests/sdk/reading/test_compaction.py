@@ -6,6 +6,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from watchstep import Run, open_run
 from watchstep.errors import StoreError
 from watchstep.format.block import Block
 from watchstep.format.tensors import Placement
-from watchstep.reading import compacted, compaction
+from watchstep.reading import compacted, compaction, index
 from watchstep.reading.budget import OverBudgetError
-from watchstep.reading.compacted import Manifest, decode, manifest_key
+from watchstep.reading.compacted import Manifest, decode, encode, manifest_key
 from watchstep.reading.compaction import compact
 from watchstep.store.store import Store
 
@@ -247,6 +248,55 @@ def test_without_originals_a_damaged_part_hides_no_other(
     assert run.losses().num_rows == 12
     (name,) = run.damaged
     assert name.startswith("compacted/")
+
+
+def test_without_originals_all_missing_parts_are_found_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "_SEGMENT_ROWS", 12)
+    monkeypatch.setattr(index, "_MOST_LOST", 2)  # the copy of the last steps is lost first
+    url = small_run(tmp_path)
+    compact(url, delete_after=0)
+    parts = sorted((url / "compacted").rglob("*.parquet"))
+    for part in parts:
+        part.unlink()
+    run = open_run(url)
+    assert run.series(FIRST.name, "max").num_rows == 0
+    assert run.damaged.keys() == {str(part.relative_to(url)) for part in parts}
+
+
+def test_manifests_without_their_parts_are_followed_so_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "_MOST_LOST", 3)
+    url = small_run(tmp_path)
+    compact(url)
+    store = Store.open(tmp_path).child("default/r")
+    written = decode(store.get(manifest_key(1)), "")
+    (attempt,) = written.attempts
+    lost = replace(
+        attempt, segments=(replace(attempt.segments[0], key="compacted/0000000000/x"),), recent=None
+    )
+    for generation in range(2, 10):
+        store.put(manifest_key(generation), encode(replace(written, generation=generation, attempts=(lost,))))
+    run = open_run(url)
+    with pytest.raises(StoreError, match="not found"):
+        run.rows()
+    assert run.index.manifest is not None
+    assert run.index.manifest.generation == 6
+
+
+def test_a_manifest_of_another_generation_is_ignored(tmp_path: Path) -> None:
+    url = small_run(tmp_path)
+    due = plain(answers(open_run(url)))
+    compact(url)
+    store = Store.open(tmp_path).child("default/r")
+    manifest = store.get(manifest_key(1))
+    store.put(manifest_key(2), manifest.replace(b"compacted/0000000001/", b"compacted/0000000000/"))
+    run = open_run(url)
+    assert run.index.manifest is not None
+    assert run.index.manifest.generation == 1
+    assert plain(answers(run)) == due
 
 
 def test_a_damaged_segment_is_retained_and_the_others_are_compacted(tmp_path: Path) -> None:
