@@ -11,11 +11,9 @@ A store that is slow or hangs delays no evaluation, no stop and no other project
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from sqlalchemy import Select, Table, delete, or_, select, update
@@ -43,6 +41,7 @@ from watchstep_services.evaluation.baselines import summarize
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import ENDED, advance_run
 from watchstep_services.service.context import Service
+from watchstep_services.stores.confined_folder import ConfinedFolder
 
 Step = Literal["delete_run", "summarize", "compact", "delete_originals", "delete_tensors"]
 
@@ -499,17 +498,9 @@ def delete_objects(run_store: Store, prefix: str = "") -> int:
     keys.sort(key=lambda key: key == RUN_DOCUMENT)
     for key in keys:
         run_store.delete(key)
-    if run_store.is_local:
-        _remove_empty_folders(Path(run_store.location) / prefix)
+    if isinstance(run_store, ConfinedFolder):
+        run_store.remove_empty_folders(prefix)
     return len(keys)
-
-
-def _remove_empty_folders(top: Path) -> None:
-    for folder, _, _ in os.walk(top, topdown=False):
-        try:
-            Path(folder).rmdir()
-        except OSError:
-            continue
 
 
 def delete_rows(session: Session, run_id: int) -> None:

@@ -149,6 +149,26 @@ class ConfinedFolder(Store):
         except NotFoundError:
             pass
 
+    def remove_empty_folders(self, prefix: str) -> None:
+        """Remove the empty folders below a prefix, and its own if it is empty then. Links are neither followed nor removed.
+
+        Raises:
+            StoreError: a folder cannot be read.
+        """
+        whole = (self._prefix + prefix).rstrip("/")
+        with contextlib.suppress(NotFoundError), self._translating("delete", prefix):
+            *parts, top = _parts(whole)
+            outer = self._descend(parts)
+            try:
+                for _, names, _, folder in os.fwalk(top, topdown=False, dir_fd=outer):
+                    for name in names:
+                        with contextlib.suppress(OSError):
+                            os.rmdir(name, dir_fd=folder)
+                with contextlib.suppress(OSError):
+                    os.rmdir(top, dir_fd=outer)
+            finally:
+                os.close(outer)
+
     @contextlib.contextmanager
     def _folder_of(self, key: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
         """The folder of an object, opened, and the object's name in it."""
@@ -222,7 +242,6 @@ def _parts(key: str) -> list[str]:
 def _walk(folder: int, prefix: str, deep: int = 0) -> Iterator[tuple[str, int]]:
     """Key and size of every regular file below an open folder, which is closed."""
     inner: list[str] = []
-    files: list[tuple[str, int]] = []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -231,8 +250,9 @@ def _walk(folder: int, prefix: str, deep: int = 0) -> Iterator[tuple[str, int]]:
                 if entry.is_dir(follow_symlinks=False):
                     inner.append(entry.name)
                 elif entry.is_file(follow_symlinks=False) and not _UNFINISHED.fullmatch(entry.name):
-                    files.append((prefix + entry.name, _size_of(entry)))
-        yield from ((key, size) for key, size in files if size >= 0)
+                    size = _size_of(entry)
+                    if size >= 0:
+                        yield prefix + entry.name, size
         for name in inner if deep < _DEEPEST else ():
             try:
                 below = os.open(name, _FOLDER, dir_fd=folder)

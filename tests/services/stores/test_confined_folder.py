@@ -110,6 +110,23 @@ def test_links_are_not_followed(folder: Path, outside: Path, key: str) -> None:
     assert names(outside) == ["secret"]
 
 
+def test_empty_folders_are_removed_and_links_are_not_followed(folder: Path, outside: Path) -> None:
+    (outside / "empty").mkdir()
+    for name in ("run/tensors/a/b", "run/stats/full"):
+        (folder / name).mkdir(parents=True)
+    (folder / "run/stats/full/object").write_bytes(b"")
+    (folder / "run/tensors/a/link").symlink_to(outside)
+    (folder / "run/bundles").symlink_to(outside)
+    (folder / "other").symlink_to(outside)
+    run = ConfinedFolder(folder, "run/")
+    for prefix in ("bundles/", "tensors/", "nothing/", ""):
+        run.remove_empty_folders(prefix)
+    ConfinedFolder(folder, "other/").remove_empty_folders("")
+    assert names(outside) == ["empty", "secret"]
+    assert names(folder / "run") == ["bundles", "stats", "tensors"]
+    assert names(folder / "run/tensors/a") == ["link"]
+
+
 def test_writing_over_a_link_replaces_the_link(folder: Path, outside: Path) -> None:
     (folder / "control.json").symlink_to(outside / "secret")
     store = ConfinedFolder(folder)
