@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import heapq
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -39,6 +39,8 @@ _SEGMENTS_AT_ONCE = 2_000
 """Limit of segments that one listing adds to the database; the next listing continues."""
 _LEAST_SEGMENTS = 200
 """Limit of segments that a listing adds if `MOST_WAITING` wait."""
+_MOST_PROBLEMS = 20
+"""Limit of objects with problems that a listing reports."""
 UNLISTED = "unlisted_segments"
 """Key in a run's health: segments on the store that the last listing left to later ones."""
 
@@ -48,11 +50,30 @@ _Document = TypeVar("_Document", AttemptDocument, EndDocument)
 
 @dataclass
 class _Listed:
+    """What a listing found. Its memory does not grow with the number of objects on the store.
+
+    Attributes:
+        attempts: new attempts.
+        ends: new ends by attempt.
+        announced: segments that wait in the database and exist.
+        fresh: segments to add to the database.
+        left: number of the segments that are left to later listings.
+        problems: problems by key.
+        began_ns: time of the beginning by the database's clock.
+    """
+
     attempts: list[AttemptDocument] = field(default_factory=list)
     ends: dict[str, list[EndDocument]] = field(default_factory=dict)
-    segments: set[SegmentKey] = field(default_factory=set)
+    announced: set[SegmentKey] = field(default_factory=set)
+    fresh: list[SegmentKey] = field(default_factory=list)
+    left: int = 0
     problems: dict[str, str] = field(default_factory=dict)
     began_ns: int = 0
+
+    def note(self, key: str, problem: str) -> None:
+        """Record the problem of an object, of some objects at most."""
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems[key] = problem
 
 
 @dataclass(frozen=True)
@@ -75,7 +96,7 @@ class _Known:
     attempts: set[str]
     ends: set[tuple[str, int]]
     segments: set[SegmentKey]
-    waiting: int
+    announced: set[SegmentKey]
     at_ns: int
 
 
@@ -110,15 +131,13 @@ def discover(
         place = run.place
         stored = _known(service, run_id)
     run_store = service.stores.of_run(place, run.run)
-    listing = _list(_Documents(run_store, run_id, service.refused_documents), stored)
+    listing = _list(_Documents(run_store, run_id, service.refused_documents), stored, frozenset(read))
     failpoint("discover.listed", run_id)
-    listing.segments.update(read)
     gap_ns = 0 if forget_at_once else nanoseconds(service.settings.gap_seconds)
-    chosen, left = _chosen(stored, listing)
-    fresh, forgotten = _record(service, (run_id, claim), chosen, left, listing, stored.at_ns - gap_ns)
+    fresh, forgotten = _record(service, (run_id, claim), listing, stored.at_ns - gap_ns)
     service.listing_times.put(run_id, time.monotonic() - began)
     failpoint("discover.recorded", run_id)
-    return Listing(fresh or (forget_at_once and forgotten > 0), complete=not left)
+    return Listing(fresh or (forget_at_once and forgotten > 0), complete=not listing.left)
 
 
 def _known(service: Service, run_id: int) -> _Known:
@@ -127,15 +146,17 @@ def _known(service: Service, run_id: int) -> _Known:
         segments = session.execute(
             select(*_OF_KEY, Segment.state).where(Segment.run_id == run_id, Segment.state != "missing")
         )
-        keys, waiting = set(), 0
+        keys, announced = set(), set()
         for row in segments:
-            keys.add(key_of(row))
-            waiting += row.state == "announced"
+            key = key_of(row)
+            keys.add(key)
+            if row.state == "announced":
+                announced.add(key)
         return _Known(
             {row.attempt for row in rows if row.world_size},
             {(row.attempt, int(rank)) for row in rows for rank in row.ends},
             keys,
-            waiting,
+            announced,
             read_clock(session),
         )
 
@@ -162,14 +183,14 @@ class _Documents:
         store: the run's store.
         run_id: id of the run.
         refused: documents that this process has refused.
-        problems: problems by key, for the run's health.
+        listing: receives problems.
         left: bytes that may still be read.
     """
 
     store: Store
     run_id: int
     refused: RefusedDocuments
-    problems: dict[str, str] = field(default_factory=dict)
+    listing: _Listed = field(default_factory=_Listed)
     left: int = field(default_factory=lambda: _DOCUMENT_BYTES)
 
     def read(
@@ -192,12 +213,13 @@ class _Documents:
             except (FormatError, BadNameError) as error:
                 problem = error.what
             self.refused.put(self.run_id, entry.key, entry.size, problem)
-        self.problems[entry.key] = problem
+        self.listing.note(entry.key, problem)
         return None
 
 
-def _list(run_documents: _Documents, stored: _Known) -> _Listed:
-    listing = _Listed(problems=run_documents.problems, began_ns=stored.at_ns)
+def _list(run_documents: _Documents, stored: _Known, read: Collection[SegmentKey]) -> _Listed:
+    listing = run_documents.listing
+    listing.began_ns = stored.at_ns
     for entry in run_documents.store.entries(layout.ATTEMPTS):
         attempt = entry.key.removeprefix(layout.ATTEMPTS).removesuffix(".json")
         if attempt not in stored.attempts:
@@ -209,11 +231,7 @@ def _list(run_documents: _Documents, stored: _Known) -> _Listed:
                     replace(document, host="", environment={})
                 )  # not stored, and may be long
     _list_ends(run_documents, stored, listing)
-    for entry in run_documents.store.entries(layout.SEGMENTS):
-        try:
-            listing.segments.add(SegmentKey.parse(entry.key))
-        except FormatError as error:
-            listing.problems[entry.key] = error.what
+    _list_segments(run_documents, stored, read)
     listing.attempts.sort(key=lambda document: (document.started_ns, document.attempt))
     return listing
 
@@ -225,8 +243,9 @@ def _list_ends(run_documents: _Documents, stored: _Known, listing: _Listed) -> N
         if not (rank.isascii() and rank.isdecimal()):
             continue
         if len(rank) > _RANK_DIGITS or int(rank) >= attempts.MOST_RANKS:
-            listing.problems[entry.key] = (
-                f"{entry.key[:200]}: rank out of range; ranks below {attempts.MOST_RANKS} are supported"
+            listing.note(
+                entry.key,
+                f"{entry.key[:200]}: rank out of range; ranks below {attempts.MOST_RANKS} are supported",
             )
             continue
         if (attempt, int(rank)) in stored.ends:
@@ -245,28 +264,52 @@ def _key_of_end(attempt: str, end: EndDocument) -> str:
     return layout.end_document(attempt, end.worker)
 
 
-def _chosen(stored: _Known, listing: _Listed) -> tuple[list[SegmentKey], int]:
-    """The new segments that this listing adds to the database, and the number that it leaves to later ones.
+def _list_segments(run_documents: _Documents, stored: _Known, read: Collection[SegmentKey]) -> None:
+    """List segments, and choose those that are added to the database.
 
     Segments of all writers alternate, in each writer's order, so that no writer waits for another one's backlog.
     """
-    fresh = listing.segments - stored.segments
-    room = min(_SEGMENTS_AT_ONCE, max(_LEAST_SEGMENTS, MOST_WAITING - stored.waiting))
-    chosen = heapq.nsmallest(room, fresh, key=lambda key: (key.seq, key))
-    return sorted(chosen), len(fresh) - len(chosen)
+    listing = run_documents.listing
+    room = min(_SEGMENTS_AT_ONCE, max(_LEAST_SEGMENTS, MOST_WAITING - len(stored.announced)))
+    fresh: list[SegmentKey] = []
+
+    def chosen() -> list[SegmentKey]:
+        return sorted(fresh, key=lambda key: (key.seq, key))[:room]
+
+    found = 0
+    for key in itertools.chain(read, _segments_of(run_documents.store, listing, read)):
+        if key in stored.announced:
+            listing.announced.add(key)
+        elif key not in stored.segments:
+            found += 1
+            fresh.append(key)
+            if len(fresh) >= 2 * room + _ROWS_AT_ONCE:
+                fresh = chosen()
+    listing.fresh = sorted(chosen())
+    listing.left = found - len(listing.fresh)
+
+
+def _segments_of(store: Store, listing: _Listed, read: Collection[SegmentKey]) -> Iterator[SegmentKey]:
+    """Segments on the store, without those that were read."""
+    for entry in store.entries(layout.SEGMENTS):
+        try:
+            key = SegmentKey.parse(entry.key)
+        except FormatError as error:
+            listing.note(entry.key, error.what)
+            continue
+        if key not in read:
+            yield key
 
 
 def _record(
     service: Service,
     of: tuple[int, Claim | None],
-    fresh: list[SegmentKey],
-    left: int,
     listing: _Listed,
     before_ns: int,
 ) -> tuple[bool, int]:
     """Write the listing; return whether there is something new to read, and the number of deleted announcements."""
     run_id, claim = of
-    forgotten = 0
+    fresh, left, forgotten = listing.fresh, listing.left, 0
     something = bool(listing.attempts or listing.ends)
     # In portions, so that a long backlog does not block SQLite's single writer.
     for start in range(0, len(fresh), _ROWS_AT_ONCE):
@@ -299,7 +342,7 @@ def _record(
         if fresh:
             run.last_seen_ns = now
         if listing.problems:
-            run.health = {**run.health, "documents": dict(sorted(listing.problems.items())[:20])}
+            run.health = {**run.health, "documents": dict(sorted(listing.problems.items()))}
         if left or UNLISTED in run.health:
             others = {name: value for name, value in run.health.items() if name != UNLISTED}
             run.health = {**others, UNLISTED: left} if left else others
@@ -328,7 +371,8 @@ def _delete_bogus(session: Session, run: RunRow, before_ns: int, listing: _Liste
     announced = session.execute(
         select(Segment.id, Segment.found_ns, *_OF_KEY).filter_by(run_id=run.id, state="announced")
     )
-    bogus = [row.id for row in announced if row.found_ns <= before_ns and key_of(row) not in listing.segments]
+    existing = listing.announced.union(listing.fresh)
+    bogus = [row.id for row in announced if row.found_ns <= before_ns and key_of(row) not in existing]
     if not bogus:
         return 0
     for start in range(0, len(bogus), _ROWS_AT_ONCE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from tests.services.recording import nan_from
 from watchstep.format import documents, layout
 from watchstep.format.documents import EndDocument
 from watchstep.format.layout import WriterId
-from watchstep.store.store import Store
+from watchstep.store.store import ObjectEntry, Store
 from watchstep_services.core.failpoints import listening
 from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.evaluation.inbox import GapTimeout, ended_ranks, make_plan
@@ -27,6 +28,7 @@ from watchstep_services.scheduler import polling
 from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.service.context import Service
 from watchstep_services.service.listings import ListingTimes
+from watchstep_services.stores.confined_folder import ConfinedFolder
 
 WAIT = 60.0
 
@@ -246,6 +248,35 @@ def test_a_listing_takes_in_some_segments_and_the_next_ones_the_rest(driven: Dri
     assert UNLISTED not in driven.run(run_id).health
     assert set(driven.segments(run_id).values()) == {"read"}
     assert len(driven.segments(run_id)) == 24
+
+
+@pytest.mark.parametrize("name", ["{:010d}-{}-{}.arrow", "not a segment {}{}{}"])
+def test_the_memory_of_a_listing_does_not_grow_with_the_objects(
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    driven = driven_sqlite
+    recording, run_id = driven.begin()
+    discover(driven.service, run_id)
+    entries = ConfinedFolder.entries
+
+    def many(store: ConfinedFolder, prefix: str = "") -> Iterator[ObjectEntry]:
+        if prefix != layout.SEGMENTS:
+            yield from entries(store, prefix)
+            return
+        for seq in range(20_000):
+            yield ObjectEntry(recording.writer().prefix + name.format(seq, seq, seq), 1)
+
+    monkeypatch.setattr(ConfinedFolder, "entries", many)
+    monkeypatch.setattr(discovery, "_SEGMENTS_AT_ONCE", 200)
+    tracemalloc.start()
+    try:
+        discover(driven.service, run_id)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3_000_000
+    health = driven.run(run_id).health
+    assert health.get(UNLISTED) == 19_800 or len(health["documents"]) == 20
 
 
 @pytest.mark.usefixtures("small_listings")
