@@ -31,6 +31,11 @@ URGENT = "watchstep.urgent"
 """Queue of actions, including stops. Workers alternate between it and the other queues."""
 
 
+_START_SECONDS = 60.0
+"""Time in which a process of a worker has to start. After Celery's own 4 s, it kills a process that starts slowly on a busy machine, and its
+successor as well, without end."""
+
+
 def queue_of(worker: str) -> str:
     """The queue of one worker, from which only it takes messages."""
     return f"{QUEUE}.{worker}"
@@ -47,6 +52,7 @@ def make_celery(settings: Settings) -> Celery:
         task_reject_on_worker_lost=True,
         task_default_queue=QUEUE,
         worker_prefetch_multiplier=1,
+        worker_proc_alive_timeout=_START_SECONDS,
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,
         broker_transport_options={"visibility_timeout": 60 + int(settings.lease_seconds)},

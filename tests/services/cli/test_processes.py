@@ -139,8 +139,8 @@ main(["worker", "--processes", "1"])
 
 
 @contextmanager
-def failing_worker(folder: Path, lives: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a worker, and end it; its log is the file ``log``."""
+def program_of_worker(folder: Path, code: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program that runs a worker, and end it; its log is the file ``log``."""
     url = f"sqlite:///{folder / 'service.sqlite'}"
     with running_redis() as broker, (folder / "log").open("wb") as output:
         environment = {
@@ -150,7 +150,7 @@ def failing_worker(folder: Path, lives: int) -> Iterator[subprocess.Popen[bytes]
             "WATCHSTEP_DATABASE_URL": url,
             "WATCHSTEP_BROKER_URL": broker.url,
         }
-        program = [sys.executable, "-c", FAILING, str(folder / "life"), str(lives)]
+        program = [sys.executable, "-c", code, *arguments]
         running = subprocess.Popen(program, env=environment, stdout=output, stderr=output)
         try:
             yield running
@@ -162,7 +162,7 @@ def failing_worker(folder: Path, lives: int) -> Iterator[subprocess.Popen[bytes]
 @pytest.mark.release
 def test_a_worker_starts_again_after_an_unrecoverable_error(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with failing_worker(tmp_path, lives=1) as running:
+    with program_of_worker(tmp_path, FAILING, str(tmp_path / "life"), "1") as running:
         eventually(
             lambda: log.read_text().count(" ready.") == 2 or running.poll() is not None, 120, log.read_text
         )
@@ -173,6 +173,37 @@ def test_a_worker_starts_again_after_an_unrecoverable_error(tmp_path: Path) -> N
     assert "it starts again in 1 s" in text
     assert (tmp_path / "life").read_text() == "2"
     assert not list(tmp_path.glob("watchstep-figures-*"))
+
+
+SLOW = """
+import os, sys, time
+from pathlib import Path
+from celery.signals import worker_process_init
+
+def slowly(**_signal):
+    time.sleep(6)
+    Path(sys.argv[1], f"started-{os.getpid()}").touch()
+
+worker_process_init.connect(slowly, weak=False)
+from watchstep_services.cli.main import main
+main(["worker", "--processes", "1"])
+"""
+"""A worker whose process starts slowly, as on a busy machine."""
+
+
+@pytest.mark.release
+def test_the_successor_of_a_killed_process_may_start_slowly(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def started() -> list[int]:
+        return [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("started-*")]
+
+    with program_of_worker(tmp_path, SLOW, str(tmp_path)) as running:
+        eventually(lambda: started() and " ready." in log.read_text(), 120, log.read_text)
+        os.kill(started()[0], signal.SIGKILL)
+        eventually(lambda: len(started()) == 2, 60, log.read_text)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0, log.read_text()
 
 
 WAITING = """
