@@ -24,6 +24,7 @@ from typing import Any
 
 from watchstep.errors import WatchstepError
 from watchstep.format.block import Block
+from watchstep.reading.budget import OverBudgetError
 from watchstep.reading.run import Run, open_run
 from watchstep.store.store import Store
 from watchstep_rules.backtest.replay import (
@@ -133,28 +134,34 @@ def backtest_run(run: str | os.PathLike[str] | Run, configs: Sequence[RuleConfig
 
     Raises:
         NotFoundError: the run does not exist.
+        OverBudgetError: a step has too many rows, or the rules look back to too many.
         StoreError: the store cannot be read.
     """
     return backtest_sets(run, [configs])[0]
 
 
 def backtest_sets(
-    run: str | os.PathLike[str] | Run, rule_sets: Sequence[Sequence[RuleConfig]]
+    run: str | os.PathLike[str] | Run,
+    rule_sets: Sequence[Sequence[RuleConfig]],
+    check_running: Callable[[], None] | None = None,
 ) -> list[BacktestOutcome]:
     """Evaluate several sets of rule configs on each attempt of a run; rows are read once.
 
     Args:
         run: a location as for `watchstep.open_run`, or an open run.
         rule_sets: sets of rule configs; each is evaluated like the rules of a run.
+        check_running: is called before each rule config of each evaluation; an exception that it raises ends the backtest.
 
     Returns:
         An outcome for each set.
 
     Raises:
-        NotFoundError, StoreError: as for `backtest_run`.
+        NotFoundError, OverBudgetError, StoreError: as for `backtest_run`.
     """
     opened = run if isinstance(run, Run) else open_run(run)
-    judged = [_attempt(recorded, rule_sets) for recorded in recorded_attempts(opened, opened.store)]
+    judged = [
+        _attempt(recorded, rule_sets, check_running) for recorded in recorded_attempts(opened, opened.store)
+    ]
     document = opened.document
     return [
         BacktestOutcome(
@@ -168,7 +175,11 @@ def backtest_sets(
     ]
 
 
-def _attempt(recorded: Recorded, rule_sets: Sequence[Sequence[RuleConfig]]) -> list[AttemptOutcome]:
+def _attempt(
+    recorded: Recorded,
+    rule_sets: Sequence[Sequence[RuleConfig]],
+    check_running: Callable[[], None] | None,
+) -> list[AttemptOutcome]:
     """The outcomes of each set. If the journal cannot be replayed to its end, the attempt is evaluated again without it."""
     pinned = [configs_of_attempt(rule_set, recorded.store, recorded.attempt) for rule_set in rule_sets]
     compared = [config for rule_set in rule_sets for config in rule_set]
@@ -176,13 +187,17 @@ def _attempt(recorded: Recorded, rule_sets: Sequence[Sequence[RuleConfig]]) -> l
     sets = [with_references(configs, references) for configs, _ in pinned]
 
     def begun() -> Replay:
-        return Replay(sets, saved=lambda: saved_tensors_of(recorded.store, recorded.attempt, references))
+        return Replay(
+            sets,
+            saved=lambda: saved_tensors_of(recorded.store, recorded.attempt, references),
+            check_running=check_running,
+        )
 
     replay, order = begun(), JudgingOrder.JOURNAL
     try:
         for arrival in arrivals_of_journal(recorded, notes):
             replay.evaluate(arrival)
-    except OrderLostError as error:
+    except (OrderLostError, OverBudgetError) as error:
         notes, replay, order = [*notes, error.what], begun(), JudgingOrder.STEPS
         for arrival in arrivals_by_steps(recorded):
             replay.evaluate(arrival)
@@ -270,17 +285,23 @@ def backtest_many(
             yield _result(done, waiting[done])
 
 
-def judge_run(location: str, task: Task, store: Store | None = None) -> Replayed | Failed:
+def judge_run(
+    location: str,
+    task: Task,
+    store: Store | None = None,
+    check_running: Callable[[], None] | None = None,
+) -> Replayed | Failed:
     """Run the backtest of one run.
 
     Args:
         location: the location of the run, as for `watchstep.open_run`.
         task: what to evaluate.
         store: the store, rooted at the run; by default it is opened by its location.
+        check_running: is called before each rule config of each evaluation; a `WatchstepError` that it raises is the result.
     """
     try:
         sets = [task.configs, *(variation.configs for variation in task.variations)]
-        outcomes = backtest_sets(location if store is None else open_run(store), sets)
+        outcomes = backtest_sets(location if store is None else open_run(store), sets, check_running)
     except WatchstepError as error:
         return Failed(location, error.what, error.hint)
     except Exception as error:  # noqa: BLE001 - reported with the run's name; other runs continue

@@ -14,10 +14,11 @@ import numpy as np
 
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format import segment
-from watchstep.format.block import Block, concatenate
+from watchstep.format.block import Block, BlockMemory, concatenate
 from watchstep.format.journal import JournalEvaluation, JournalSegment
 from watchstep.format.layout import JOURNALS, SEGMENTS, SegmentKey
 from watchstep.format.tensors import SAVED
+from watchstep.reading.budget import OverBudgetError, ReadBudget
 from watchstep.reading.columns import Selection
 from watchstep.reading.index import RunIndex, prefetch, readers_of
 from watchstep.reading.run import Run
@@ -25,7 +26,7 @@ from watchstep.reading.run_documents import count_parts, read_journal
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Phase, Transition, coalesce
-from watchstep_rules.engine.judge import RuleHealth, RuleMemory, Verdict, judge_set
+from watchstep_rules.engine.judge import JudgingLimits, RuleHealth, RuleMemory, Verdict, judge_set
 from watchstep_rules.engine.rule_inputs import (
     History,
     JudgingProgress,
@@ -42,6 +43,14 @@ from watchstep_rules.rule import Finding
 ROWS = 500_000
 """Approximate number of rows that are read at once: about 250 MB."""
 
+_MOST_ROWS = 500_000
+"""Limit of the rows of one evaluation of a journal; a service evaluates fewer at once."""
+
+_SECONDS, MEGABYTES = 600, 1024
+"""Limits of reading a range of steps, and of the memory of the rows that rules look back to: a writer chooses how many rows a step has."""
+
+_MEGABYTE = 1024 * 1024
+
 _OBJECTS = 8
 """Saved objects of one evaluation, if a part has several steps with such objects. Far below the limits of an evaluation."""
 
@@ -49,11 +58,21 @@ _CACHED_RANGES = 2
 """Ranges that are cached: the current one, and one for a late worker."""
 
 
-class StepReader:
-    """Reads an attempt by ranges of steps, from whichever objects contain its rows. Not thread-safe."""
+def _unhurried() -> ReadBudget:
+    return ReadBudget(_SECONDS, MEGABYTES)
 
-    def __init__(self, index: RunIndex, attempt: str) -> None:
-        self._index, self._attempt = index, attempt
+
+class StepReader:
+    """Reads an attempt by ranges of steps, from whichever objects contain its rows. Not thread-safe.
+
+    Args:
+        index: the run's index, which is refreshed.
+        attempt: the attempt.
+        budget: returns the budget of reading one range.
+    """
+
+    def __init__(self, index: RunIndex, attempt: str, budget: Callable[[], ReadBudget] = _unhurried) -> None:
+        self._index, self._attempt, self._budget = index, attempt, budget
         objects = [located.object for located in index.objects(attempt)]
         self.first = min((entry.first for entry in objects), default=0)
         self.last = max((entry.last for entry in objects), default=-1)
@@ -62,13 +81,35 @@ class StepReader:
         self._cached: OrderedDict[int, Block] = OrderedDict()
 
     def chunks(self, first: int = 0) -> Iterator[tuple[Block, int]]:
-        """Yield (rows in canonical order, their last step) for consecutive ranges of steps, starting at ``first``."""
-        for start in range(max(first, self.first), self.last + 1, self._width):
-            last = min(self.last, start + self._width - 1)
-            yield self._read(start, last).ordered(), last
+        """Yield (rows in canonical order, their last step) for consecutive ranges of steps, starting at ``first``.
+
+        Raises:
+            OverBudgetError: one step has more rows than the budget allows, or reading a range takes too long.
+        """
+        start, width = max(first, self.first), self._width
+        while start <= self.last:
+            last, budget = min(self.last, start + width - 1), self._budget()
+            try:
+                block = self._read(start, last, budget)
+            except OverBudgetError as error:
+                if not budget.remaining_seconds:
+                    raise
+                if start == last:
+                    raise OverBudgetError(
+                        f"the rows of step {start} take more than {MEGABYTES} MiB", "leave the run out"
+                    ) from error
+                # Its steps have more rows than most. In large steps, because a writer chooses the range of steps as well.
+                width = max(1, (last - start + 1) // 16)
+                continue
+            yield block.ordered(), last
+            start, width = last + 1, min(self._width, 2 * width)
 
     def rows_of(self, rank: int, first: int, last: int) -> Block:
-        """Rows of one rank at steps ``first`` to ``last``, in canonical order."""
+        """Rows of one rank at steps ``first`` to ``last``, in canonical order.
+
+        Raises:
+            OverBudgetError: a range that contains them has more rows than the budget allows.
+        """
         parts = []
         for number in range(first // self._width, last // self._width + 1):
             block = self._range(number)
@@ -80,13 +121,15 @@ class StepReader:
         if number not in self._cached:
             while len(self._cached) >= _CACHED_RANGES:
                 self._cached.popitem(last=False)
-            self._cached[number] = self._read(number * self._width, (number + 1) * self._width - 1)
+            first = number * self._width
+            self._cached[number] = self._read(first, first + self._width - 1, self._budget())
         self._cached.move_to_end(number)
         return self._cached[number]
 
-    def _read(self, first: int, last: int) -> Block:
+    def _read(self, first: int, last: int, budget: ReadBudget) -> Block:
         want = Selection((), None, first, last)
-        return self._index.consistently(lambda: concatenate(self._index.blocks(self._attempt, want)))
+        index = self._index.snapshot(budget)
+        return index.consistently(lambda: concatenate(index.blocks(self._attempt, want)))
 
 
 NO_JOURNAL = "the attempt has no journal of a service; all workers are treated as being on time"
@@ -178,10 +221,10 @@ def in_parts(rows: Block, last: int) -> Iterator[tuple[Block, int]]:
 
 
 def _is_after(block: Block, after: dict[int, int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    chosen = np.ones(len(block), np.bool_)
-    for rank, step in after.items():
-        chosen &= (block.worker != rank) | (block.step > step)
-    return chosen
+    ranks = np.array(sorted(after), np.int64)
+    steps = np.array([after[rank] for rank in ranks.tolist()], np.int64)
+    places = np.searchsorted(ranks[:-1], block.worker)
+    return (ranks[places] != block.worker) | (block.step > steps[places])
 
 
 def arrivals_of_journal(recorded: Recorded, notes: list[str]) -> Iterator[Arrival]:
@@ -192,7 +235,8 @@ def arrivals_of_journal(recorded: Recorded, notes: list[str]) -> Iterator[Arriva
         notes: differences from the live run are appended.
 
     Raises:
-        OrderLostError: there is no journal, it is damaged, or the rows of a missing segment cannot be identified.
+        OrderLostError: there is no journal, it is damaged, it names more rows at once than a service evaluates, or the rows of a missing
+            segment cannot be identified.
         StoreError: the store cannot be read.
     """
     if not count_parts(recorded.store, recorded.attempt):
@@ -216,25 +260,31 @@ def arrivals_of_journal(recorded: Recorded, notes: list[str]) -> Iterator[Arriva
 
 
 def _replayed(recorded: Recorded, fetcher: _Fetcher) -> Iterator[Arrival]:
-    """Segments are prefetched across evaluations."""
+    """Segments are prefetched across evaluations. They are decoded one by one, because a small object may contain a million rows."""
 
     def items() -> Iterator[JournalEvaluation | JournalSegment]:
         for evaluation in read_journal(recorded.store, recorded.attempt):
             yield from evaluation.segments
             yield evaluation
 
-    def work(item: JournalEvaluation | JournalSegment) -> JournalEvaluation | JournalSegment | Block:
-        return item if isinstance(item, JournalEvaluation) else fetcher.fetched(item)
+    def work(
+        item: JournalEvaluation | JournalSegment,
+    ) -> tuple[JournalEvaluation | JournalSegment, bytes | None]:
+        return item, None if isinstance(item, JournalEvaluation) else fetcher.fetched(item)
 
     blocks: list[Block] = []
-    for item in prefetch(work, items(), readers_of(recorded.store)):
+    for item, data in prefetch(work, items(), readers_of(recorded.store)):
         if isinstance(item, JournalEvaluation):
             yield Arrival(item.at_ns, item.watermark, tuple(blocks), item.ended)
             blocks = []
             continue
-        block = fetcher.rows_of_missing(item) if isinstance(item, JournalSegment) else item
+        block = fetcher.rows_of_missing(item) if data is None else fetcher.decoded(item, data)
         fetcher.record(block)
         blocks.append(block)
+        if sum(len(block) for block in blocks) > _MOST_ROWS:
+            raise OrderLostError(
+                f"an evaluation of the journal has more than {_MOST_ROWS:,} rows; rows are evaluated in the order of their steps"
+            )
 
 
 class _Fetcher:
@@ -249,9 +299,11 @@ class _Fetcher:
 
     def record(self, block: Block) -> None:
         """Record rows as evaluated."""
-        for rank in map(int, np.unique(block.worker)):
-            last = int(block.step[block.worker == rank].max())
-            self._reached[rank] = max(self._reached.get(rank, -1), last)
+        ranks, places = np.unique(block.worker, return_inverse=True)
+        last = np.full(len(ranks), -1, np.int64)
+        np.maximum.at(last, places, block.step)
+        for rank, step in zip(ranks.tolist(), last.tolist(), strict=True):
+            self._reached[rank] = max(self._reached.get(rank, -1), step)
 
     def rest(self) -> _Rest:
         """Rows that no evaluation received: those of each rank after its last evaluated step."""
@@ -261,26 +313,37 @@ class _Fetcher:
                 starts.append(SegmentKey.parse(path).first)
         return _Rest(min(starts), self._reached)
 
-    def fetched(self, entry: JournalSegment) -> Block | JournalSegment:
-        """The rows of a segment, or the segment itself if its object is missing."""
+    def fetched(self, entry: JournalSegment) -> bytes | None:
+        """The object of a segment; None if it is missing."""
         path = entry.key.path
         self._unread.discard(path)
         if path not in self._existing:
-            return entry
+            return None
         try:
-            return canonical(segment.decode(self._store.get(path, limit=segment.MAX_BYTES), path))
+            return self._store.get(path, limit=segment.MAX_BYTES)
         except NotFoundError:
-            return entry
+            return None
+
+    def decoded(self, entry: JournalSegment, data: bytes) -> Block:
+        """The rows of a segment."""
+        return canonical(segment.decode(data, entry.key.path))
 
     def rows_of_missing(self, entry: JournalSegment) -> Block:
-        """The rows of a segment whose object is missing, found by rank and step."""
+        """The rows of a segment whose object is missing, found by rank and step.
+
+        Raises:
+            OrderLostError: they cannot be identified, or a range that contains them has too many rows.
+        """
         if entry.ranks is None:
             raise OrderLostError(
                 f"segment {entry.key.path} is missing; rows are evaluated in the order of their steps"
             )
         parts = []
         for rank in entry.ranks:
-            rows = self._reader.rows_of(rank.rank, rank.first, rank.last)
+            try:
+                rows = self._reader.rows_of(rank.rank, rank.first, rank.last)
+            except OverBudgetError as error:
+                raise OrderLostError(f"segment {entry.key.path} is missing; {error.what}") from error
             if len(rows) != rank.rows:
                 raise OrderLostError(
                     f"segment {entry.key.path} is missing, and only {len(rows)} of its {rank.rows} rows of rank "
@@ -360,6 +423,10 @@ class _RuleProgress:
         )
 
 
+def _continue() -> None:
+    """Continue."""
+
+
 class Replay:
     """Evaluates one attempt by sets of rule configs. It keeps the same earlier rows as the service."""
 
@@ -368,6 +435,7 @@ class Replay:
         rule_sets: Sequence[Sequence[RuleConfig]],
         findings_kept: int | None = None,
         saved: Callable[[], SavedTensors] | None = None,
+        check_running: Callable[[], None] | None = None,
     ) -> None:
         """Begin an attempt.
 
@@ -375,7 +443,9 @@ class Replay:
             rule_sets: each set is evaluated like the rules of a run; inhibition acts within a set.
             findings_kept: limit of findings kept of each rule config; `FINDINGS_KEPT` by default. The rest are counted.
             saved: returns a reader of full tensors for each evaluation; by default they cannot be read.
+            check_running: is called before each rule config; an exception that it raises ends the replay.
         """
+        self._check_running = check_running or _continue
         self._saved = saved or (lambda: SavedTensors(None))
         self._sets = [[_RuleProgress(config) for config in configs] for configs in rule_sets]
         self._findings_kept = FINDINGS_KEPT if findings_kept is None else findings_kept
@@ -387,16 +457,26 @@ class Replay:
         """Number of rows evaluated so far."""
 
     def evaluate(self, arrival: Arrival) -> None:
-        """Run one evaluation."""
+        """Run one evaluation.
+
+        Raises:
+            OverBudgetError: the rows that the next evaluation looks back to take too much memory.
+        """
         parts = list(enumerate(arrival.blocks, self._position))
         arrived = joined(parts, History.empty()).block
         progress = JudgingProgress(self._watermark, arrival.watermark, arrival.clock_ns, arrival.ended)
         rows = RuleInputs(*over_one_catalogue(self._history.block, arrived), progress, self._saved())
+        limits = JudgingLimits(check_running=self._check_running)
         for rule_set in self._sets:
-            verdicts = judge_set([(rule.config, rule.memory) for rule in rule_set], rows)
+            verdicts = judge_set([(rule.config, rule.memory) for rule in rule_set], rows, limits)
             for rule, verdict in zip(rule_set, verdicts, strict=True):
                 rule.add(verdict, self._findings_kept)
         self._history = trimmed(joined(parts, self._history), self._lookback, arrival.watermark)
+        if BlockMemory().of(self._history.block) > MEGABYTES * _MEGABYTE:
+            raise OverBudgetError(
+                f"the rows that the rules look back to take more than {MEGABYTES} MiB",
+                "use rules with a shorter lookback",
+            )
         self._position += len(parts)
         self._watermark = arrival.watermark
         self.rows += len(arrived)

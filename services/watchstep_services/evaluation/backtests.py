@@ -6,7 +6,8 @@ expired lease; results that were recorded before remain.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -15,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.layout import check_name
+from watchstep.reading.budget import OverBudgetError
 from watchstep_rules.backtest.backtest import (
     Failed,
     Replayed,
@@ -37,7 +39,10 @@ from watchstep_services.service.context import Service
 MOST_RUNS = 1000
 MOST_PATTERNS = 20
 _LEASE_SECONDS = 600.0
-"""A run that takes longer is at worst evaluated twice, and its result is recorded once."""
+"""A worker that has not released a run by then is taken to be dead."""
+
+_RUN_SECONDS = 480.0
+"""Limit for one run, so that a large run does not keep the backtests of other projects waiting, and ends before its lease."""
 
 _MOST_TRIES = 3
 """Workers that may die with a run before it is left out."""
@@ -163,8 +168,32 @@ def judge_next(service: Service, number: int) -> bool:
     else:
         store = service.stores.of_run(place, run)
         with on_behalf_of(row.project):
-            result = judge_run(store.location, _task(row), store)
+            result = judge_run(store.location, _task(row), store, _limits(service))
+        if service.stopping.is_set():
+            _give_back(service, row)  # it may have ended early
+            return False
     return _note(service, row, result)
+
+
+def _limits(service: Service) -> Callable[[], None]:
+    """A function that ends the backtest of a run, by an exception, once it takes too long or the process ends."""
+    until = time.monotonic() + _RUN_SECONDS
+
+    def check() -> None:
+        service.check_running()
+        if time.monotonic() > until:
+            raise OverBudgetError(
+                f"the backtest takes more than {_RUN_SECONDS:g} s",
+                "use fewer rules and variations, or run it without the service: watchstep rules backtest",
+            )
+
+    return check
+
+
+def _give_back(service: Service, row: Backtest) -> None:
+    """Leave the run to another worker at once."""
+    with service.database.write() as session:
+        BACKTEST_LEASE.release(session, row.id, row.claims, tries=row.tries - 1)
 
 
 def read_progress(service: Service, project: str, number: int) -> BacktestProgress:

@@ -11,6 +11,7 @@ invariance: see docs/decisions/080-lost-context-is-reported.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from sqlalchemy import select
@@ -34,7 +35,8 @@ _MOST_ROWS = 500_000
 """Rows in memory after which rows outside the lookback are dropped."""
 
 _SECONDS, _MEGABYTES = 60, 1024
-"""Limits of reading a range of steps from a compacted run. A range is a quarter of that, unless a hostile writer chose its rows."""
+"""Limits of reading from a compacted run, of the time in all and of the memory of a range of steps. A range is a quarter of that, unless a
+hostile writer chose its rows."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,6 @@ class _CompactedRun:
             return None
         parts = []
         for rank, first, last, rows in segment.ranks:
-            index.budget = ReadBudget(_SECONDS, _MEGABYTES)
             try:
                 part = reader.rows_of(rank, first, last)
             except OverBudgetError:
@@ -168,11 +169,15 @@ class _CompactedRun:
 
     def _open(self) -> tuple[RunIndex, StepReader | None]:
         if self._opened is None:
-            index = RunIndex(self._store)
+            budget = ReadBudget(_SECONDS, _MEGABYTES)
+            index = RunIndex(self._store, budget)
             reader = None
             # A refresh opens every segment that no manifest covers, so it is done only if there is a manifest.
             if any(entry.key.endswith("/manifest.json") for entry in self._store.entries(COMPACTED)):
-                index.refresh()
-                reader = StepReader(index, self._attempt)
+                with suppress(OverBudgetError):
+                    index.refresh()
+                    reader = StepReader(
+                        index, self._attempt, lambda: ReadBudget(budget.remaining_seconds, _MEGABYTES)
+                    )
             self._opened = (index, reader)
         return self._opened

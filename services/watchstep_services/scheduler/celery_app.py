@@ -52,11 +52,11 @@ def service() -> Service:
 
 
 @functools.lru_cache(maxsize=1)
-def _actions_in(process: int) -> WorkQueue:  # noqa: ARG001 - as above, because threads do not survive a fork
-    actions = WorkQueue(_POSTS_AT_ONCE)
-    actions.start(service())
-    worker_process_shutdown.connect(lambda **_signal: actions.close(), weak=False)
-    return actions
+def _threads_in(process: int) -> WorkQueue:  # noqa: ARG001 - as above, because threads do not survive a fork
+    threads = WorkQueue(_POSTS_AT_ONCE)
+    threads.start(service())
+    worker_process_shutdown.connect(lambda **_signal: threads.close(), weak=False)
+    return threads
 
 
 @functools.lru_cache(maxsize=1)
@@ -89,13 +89,16 @@ def dispatch_action(action_id: int) -> None:
 
     The message is acknowledged before the try; a sweep finds actions that the threads do not finish.
     """
-    _actions_in(os.getpid()).action_due(action_id)
+    _threads_in(os.getpid()).action_due(action_id)
 
 
 @app.task(name=BACKTEST)  # type: ignore[untyped-decorator]
 def evaluate_backtest(number: int) -> None:
-    """Evaluate the next run of a backtest."""
-    work.do_backtest(service(), number)
+    """Have a thread evaluate the next run of a backtest, which may take minutes, so that it delays no evaluation and no stop.
+
+    The message is acknowledged before; a sweep finds backtests that the threads do not finish.
+    """
+    _threads_in(os.getpid()).backtest_due(number)
 
 
 @app.task(name=SWEEP)  # type: ignore[untyped-decorator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -20,6 +21,7 @@ from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 from watchstep_rules.backtest import replay
 from watchstep_rules.backtest.backtest import (
+    Failed,
     JudgingOrder,
     Replayed,
     ReplayOutcome,
@@ -28,6 +30,7 @@ from watchstep_rules.backtest.backtest import (
     backtest_many,
     backtest_run,
     backtest_sets,
+    judge_run,
     location_of,
 )
 from watchstep_rules.backtest.sweep import parse_sweep, variations
@@ -65,11 +68,12 @@ def recorded(store: Store, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("rows", [1, 40, 500_000])
+@pytest.mark.parametrize(("rows", "megabytes"), [(1, 1024), (40, 1024), (500_000, 1024), (500_000, 0.1)])
 def test_a_run_read_in_parts_has_the_findings_of_the_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, rows: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, rows: int, megabytes: float
 ) -> None:
     monkeypatch.setattr(replay, "ROWS", rows)
+    monkeypatch.setattr(replay, "MEGABYTES", megabytes)
     recorded(run_store(tmp_path), seed)
     run = open_run(tmp_path / "vision" / "first")
     (attempt,) = backtest_run(run, BACKTEST_CONFIGS).attempts
@@ -150,6 +154,39 @@ def test_without_ranks_in_the_journal_the_order_is_lost_with_the_segments(tmp_pa
     order, notes, _ = replayed(tmp_path)
     assert order is JudgingOrder.STEPS
     assert notes[0].endswith("is missing; rows are evaluated in the order of their steps")
+
+
+def test_a_step_with_too_many_rows_is_refused_however_many_steps_the_run_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = run_store(tmp_path)
+    recorded(store, 1)
+    (first, *_), (far, *_) = (segments(Random(seed), 2, frozenset()) for seed in (1, 2))
+    put(store, WriterId("a1", "node", "far"), 0, replace(far, step=far.step + 2**40))
+    put(store, WriterId("a1", "node", "dense"), 0, replace(first, step=first.step * 0))
+    monkeypatch.setattr(replay, "MEGABYTES", 0.01)
+    result = judge_run(str(tmp_path / "vision" / "first"), Task(BACKTEST_CONFIGS))
+    assert isinstance(result, Failed)
+    assert result.what == "the rows of step 0 take more than 0.01 MiB"
+
+
+def test_a_journal_that_names_too_many_rows_at_once_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks_of_one_writer(run_store(tmp_path))
+    assert replayed(tmp_path)[0] is JudgingOrder.JOURNAL
+    monkeypatch.setattr(replay, "_MOST_ROWS", 10)
+    order, notes, _ = replayed(tmp_path)
+    assert order is JudgingOrder.STEPS
+    assert notes[0].startswith("an evaluation of the journal has more than 10 rows")
+
+
+def test_rows_that_rules_look_back_to_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_of_one_writer(run_store(tmp_path))
+    monkeypatch.setattr(replay, "MEGABYTES", 0.001)
+    monkeypatch.setattr(replay, "_MEGABYTE", 1)
+    result = judge_run(str(tmp_path / "vision" / "first"), Task(BACKTEST_CONFIGS))
+    assert isinstance(result, Failed)
 
 
 def test_a_run_that_is_not_there_is_reported(tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ def test_a_backend_that_hangs_keeps_no_process_of_production_from_other_work(
     monkeypatch.setattr(celery_app, "service", lambda: driven.service)
     work = WorkQueue(1)
     work.start(driven.service)
-    monkeypatch.setattr(celery_app, "_actions_in", lambda _process: work)
+    monkeypatch.setattr(celery_app, "_threads_in", lambda _process: work)
     try:
         celery_app.dispatch_action(stop)
         assert backend.polled.acquire(timeout=60)

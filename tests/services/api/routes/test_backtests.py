@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from watchstep_services.db.models import Backtest, BacktestResult
 from watchstep_services.db.schema import upgrade
 from watchstep_services.evaluation import backtests
 from watchstep_services.evaluation.backtests import due_backtests, judge_next
+from watchstep_services.scheduler import celery_app
+from watchstep_services.scheduler.queue import WorkQueue
 
 PLACE = f"/v1/projects/{PROJECT}/backtests"
 NAN = {"rule": "non_finite_values", "actions": ["stop"]}
@@ -179,7 +182,7 @@ def test_results_after_a_takeover_are_discarded(recorded: Api, monkeypatch: pyte
     backtest = created(recorded, runs=["b"], rules=[NAN])
     service = recorded.driven.service
 
-    def overtaken(location: str, task: Task, _store: Store) -> Replayed | Failed:
+    def overtaken(location: str, *_more: Any) -> Replayed | Failed:
         monkeypatch.setattr(backtests, "judge_run", judge_run)
         with service.database.write() as session:
             session.execute(update(Backtest).values(lease_until_ns=0))
@@ -191,6 +194,55 @@ def test_results_after_a_takeover_are_discarded(recorded: Api, monkeypatch: pyte
     with service.database.read() as session:
         (row,) = session.query(BacktestResult).all()
     assert "what" not in row.result
+
+
+def test_a_run_that_takes_too_long_fails_and_the_others_are_evaluated(
+    recorded: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backtest = created(recorded, runs=["a*"], rules=[NAN])
+    with monkeypatch.context() as patch:
+        patch.setattr(backtests, "_RUN_SECONDS", -1.0)
+        assert judge_next(recorded.driven.service, backtest["id"])
+    judge_next(recorded.driven.service, backtest["id"])
+    done = recorded.call("GET", f"{PLACE}/{backtest['id']}").json()["report"]
+    assert [failed["what"] for failed in done["failed"]] == ["the backtest takes more than -1 s"]
+    assert [run["run"] for run in done["runs"]] == ["a2"]
+
+
+def test_a_process_that_ends_leaves_its_run_to_another(recorded: Api) -> None:
+    backtest = created(recorded, runs=["a*"], rules=[NAN])
+    service = recorded.driven.service
+    service.stopping.set()
+    assert not judge_next(service, backtest["id"])
+    service.stopping.clear()
+    assert due_backtests(service) == (backtest["id"],)
+    assert recorded.driven.get(Backtest, backtest["id"]).tries == 0
+    assert judge_next(service, backtest["id"])
+
+
+def test_a_backtest_that_takes_long_keeps_no_process_of_production_from_other_work(
+    recorded: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ends = threading.Event(), threading.Event()
+
+    def judged(location: str, *_more: Any) -> Failed:
+        began.set()
+        assert ends.wait(60)
+        return Failed(location, "", "")
+
+    monkeypatch.setattr(backtests, "judge_run", judged)
+    backtest = created(recorded, runs=["a1"], rules=[NAN])
+    service = recorded.driven.service
+    threads = WorkQueue(1)
+    threads.start(service)
+    monkeypatch.setattr(celery_app, "_threads_in", lambda _process: threads)
+    try:
+        celery_app.evaluate_backtest(backtest["id"])
+        assert began.wait(60)
+        assert recorded.driven.get(Backtest, backtest["id"]).state == "waiting"
+    finally:
+        ends.set()
+        threads.close()
 
 
 def test_results_survive_a_round_trip(folder_store: Store) -> None:
