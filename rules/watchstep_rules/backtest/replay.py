@@ -224,7 +224,10 @@ def _is_after(block: Block, after: dict[int, int]) -> np.ndarray[tuple[int], np.
     ranks = np.array(sorted(after), np.int64)
     steps = np.array([after[rank] for rank in ranks.tolist()], np.int64)
     places = np.searchsorted(ranks[:-1], block.worker)
-    return (ranks[places] != block.worker) | (block.step > steps[places])
+    chosen: np.ndarray[tuple[int], np.dtype[np.bool_]] = (ranks[places] != block.worker) | (
+        block.step > steps[places]
+    )
+    return chosen
 
 
 def arrivals_of_journal(recorded: Recorded, notes: list[str]) -> Iterator[Arrival]:
