@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from tests.processes import traced_memory
 from tests.rules.runs import Event, Outcome, Rows, Watermark, splits
 from tests.rules.saved import (
     ATTEMPT,
@@ -774,15 +774,11 @@ def test_headers_are_not_kept(folder_store: Store, monkeypatch: pytest.MonkeyPat
     saved = SavedTensors(folder_store, ATTEMPT)
     marks = block_of([mark(step) for step in range(40)])
     saved.block(away(), marks)
-    tracemalloc.start()
-    try:
+    with traced_memory() as memory:
         kept = SavedTensors(folder_store, ATTEMPT)
         block, problem = kept.block(away(), marks)
-        memory, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
     assert (len(block), "and 17 more" in problem) == (20, True)
-    assert memory < 5 * size
+    assert memory.size < 5 * size
 
 
 def test_the_memory_of_descriptions_is_limited(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

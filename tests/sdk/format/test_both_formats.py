@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import tracemalloc
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.processes import traced_memory
 from tests.sdk.format import parquet_files
 from tests.sdk.format.arrow_streams import Streams
 from tests.sdk.format.blocks import BLOCK, INFOS, blocks, rows_of
@@ -196,12 +196,8 @@ def test_a_catalogue_that_holds_other_data_than_tensors_is_refused(form: Format)
 def test_an_unpacked_catalogue_over_the_limit_is_refused(form: Format) -> None:
     bomb = base64.b64encode(zlib.compress(b"[" + b" " * (64 * 1024 * 1024) + b"]", 9))
     data = form.with_metadata({"watchstep.tensors": bomb})
-    tracemalloc.start()
-    try:
+    with traced_memory(MEMORY):
         assert "too large" in form.refused(data)
-        assert tracemalloc.get_traced_memory()[1] < MEMORY
-    finally:
-        tracemalloc.stop()
 
 
 @each_format

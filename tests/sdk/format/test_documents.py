@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.processes import traced_memory
 from tests.services.jobs import eventually
 from watchstep import Hook
 from watchstep.capture import checkpoint_notes
@@ -180,14 +180,10 @@ def test_what_fits_is_parsed(document: object, *, ascii_only: bool) -> None:
     ids=["lists", "objects", "pairs", "keys", "integers", "floats", "strings", "wide", "escaped"],
 )
 def test_no_text_takes_more_than_is_counted(data: bytes) -> None:
-    tracemalloc.start()
-    try:
+    with traced_memory() as memory:
         parsed = json.loads(data)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
     assert parsed
-    assert peak <= memory_needed(data) < 6 * peak
+    assert memory.peak <= memory_needed(data) < 6 * memory.peak
 
 
 def test_lone_surrogates_become_question_marks() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.laws import examples
+from tests.processes import traced_memory
 from tests.sdk.format.arrow_streams import Streams, checksum, with_checksum
 from tests.sdk.format.blocks import BLOCK, INFOS, blocks, rows_of
 from watchstep.errors import ConfigError, FormatError
@@ -39,16 +38,6 @@ def refused(data: bytes) -> str:
     with pytest.raises(FormatError, match=r"segment run/seg\b.*\n  hint: ") as caught:
         segment.decode(data, "run/seg")
     return caught.value.what
-
-
-@contextmanager
-def memory_below(limit: int) -> Iterator[None]:
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < limit
-    finally:
-        tracemalloc.stop()
 
 
 def test_short_memory_is_not_reported_as_damage() -> None:
@@ -479,7 +468,7 @@ def test_a_small_object_that_decodes_to_very_much_is_refused_before_memory_is_ta
 ) -> None:
     data = bomb(rows, probes, bins)
     assert len(data) < 2_000_000
-    with memory_below(MEMORY):
+    with traced_memory(MEMORY):
         assert "over the limits" in refused(data)
 
 
@@ -488,7 +477,7 @@ def test_a_claim_of_more_rows_than_are_there_is_refused_before_memory_is_taken(r
     # 89 is not a multiple of eight, as offsets are, and no column is as short.
     data = segment.encode(BLOCK.take(np.arange(89)))
     assert data.count((89).to_bytes(8, "little")) == len(STREAMS.columns) + 1
-    with memory_below(MEMORY):
+    with traced_memory(MEMORY):
         refused(data.replace((89).to_bytes(8, "little"), rows.to_bytes(8, "little")))
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.processes import traced_memory
 from tests.sdk.format.arrow_streams import Streams
 from tests.sdk.format.blocks import Row, block_of, rows_of
 from tests.sdk.reading.stored import FIRST, LOSS, SECOND, new_run, small_run, some_rows, write
@@ -315,13 +315,9 @@ def test_reading_one_column_of_many_rows_takes_memory_for_it_only(tmp_path: Path
     block = BLOCK.take(np.zeros(200_000, np.intp))
     arrow = stored(tmp_path, segment.encode(block))
     arrow.read(["max"])
-    tracemalloc.start()
-    try:
+    with traced_memory() as memory:
         arrow.read(["max"])
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 3 * 8 * len(block) + 2 * arrow.size
+    assert memory.peak < 3 * 8 * len(block) + 2 * arrow.size
 
 
 # Memory

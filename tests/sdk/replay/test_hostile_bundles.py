@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import struct
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.laws import examples
+from tests.processes import traced_memory
 from watchstep import Hook
 from watchstep.errors import FormatError, NotFoundError, WatchstepError
 from watchstep.format.bundle import BundleDocument, bundle_keys, open_bundle, open_bundle_file
@@ -215,13 +215,9 @@ def test_many_references_to_a_tensor_take_its_memory_once(
     )
     bundle = open_bundle_file(path)
     replayed(path)  # loads what is imported at the first replay
-    tracemalloc.start()
-    try:
+    with traced_memory() as memory:
         replayed(path)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 12 * bundle.size
+    assert memory.peak < 12 * bundle.size
 
 
 def test_values_beyond_the_limit_of_memory_are_refused(content: bytes) -> None:

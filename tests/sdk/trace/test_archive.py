@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 import struct
-import tracemalloc
 import zipfile
 
 import pytest
 
+from tests.processes import traced_memory
 from watchstep.errors import FormatError
 from watchstep.store.store import Store
 from watchstep.trace.archive import MAX_DIRECTORY_BYTES
@@ -48,16 +48,12 @@ def open_on_store(store: Store, content: bytes) -> TraceArchive:
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_methods_without_a_bound_are_refused(method: int, folder_store: Store) -> None:
     content = bomb(method)
-    tracemalloc.start()
-    try:
+    with traced_memory() as memory:
         with pytest.raises(FormatError, match="not by DEFLATE"):
             read_trace(io.BytesIO(content))
         with pytest.raises(FormatError, match="not by DEFLATE"):
             open_on_store(folder_store, content)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 8 * MEBIBYTE
+    assert memory.peak < 8 * MEBIBYTE
 
 
 def test_a_member_that_is_longer_than_stated_is_refused(folder_store: Store) -> None:

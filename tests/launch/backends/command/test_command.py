@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import sys
-import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 from tests.launch.backends.backend_contract import *  # noqa: F403 - the tests of the contract
 from tests.launch.backends.backend_contract import Bench
 from tests.launch.backends.kubernetes import small_cluster
+from tests.processes import traced_memory
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import (
     IN_SERVICE,
@@ -185,11 +185,7 @@ def test_a_command_that_closes_its_outputs_is_waited_for(tmp_path: Path) -> None
 
 
 def test_no_more_of_an_output_is_kept_than_is_returned(tmp_path: Path) -> None:
-    tracemalloc.start()
-    try:
+    with traced_memory() as memory:
         answer = run(["head", "-c", "200000000", "/dev/zero"], HANGS_SECONDS, tmp_path, {})
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
     assert answer.output == bytes(16 * 1024 * 1024)
-    assert peak < 100_000_000
+    assert memory.peak < 100_000_000

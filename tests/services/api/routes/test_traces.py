@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import struct
-import tracemalloc
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.processes import traced_memory
 from tests.sdk.trace.debugger_v2.dumps import dump
 from tests.services.api.conftest import Api
 from tests.services.recording import Recording
@@ -266,14 +266,10 @@ def test_the_memory_of_a_step_is_bounded(folder_store: Store) -> None:
     path = TraceKey("a1", 0, 0, 0).path
     folder_store.put(path, encode_trace(Trace([operation(n, "x", [1, 2, 3], [n]) for n in range(2000)])))
     trace = OpenedTraces().open(folder_store, path, ReadBudget(60, 10))
-    tracemalloc.start()
-    try:
+    with traced_memory() as memory:
         content = trace.step_trace(5, lambda: None)
-        size = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
     assert len(content.operations) == 2000
-    assert size < trace.memory_of_step(5)
+    assert memory.size < trace.memory_of_step(5)
 
 
 def test_a_large_neighbourhood_is_cut(traced: Api) -> None:
@@ -346,13 +342,9 @@ def test_the_memory_of_an_index_is_reserved(tensors: int) -> None:
     inputs = b",".join([b"[1]"] * tensors)
     line = b'{"index":%d,"step":0,"inputs":[%b],"outputs":[]}\n'
     lines = b"".join(line % (number, inputs) for number in range(60 if tensors else 60_000))
-    tracemalloc.start()
-    try:
+    with traced_memory() as memory:
         index_trace("t", HEAD, lines, lambda: None)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert len(lines) + peak < memory_to_index(lines, lambda: None) + 2**20
+    assert len(lines) + memory.peak < memory_to_index(lines, lambda: None) + 2**20
 
 
 def test_names_of_files_that_cannot_be_encoded(traced: Api) -> None:

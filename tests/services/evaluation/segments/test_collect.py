@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.processes import traced_memory
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, Value, exploding_from, healthy, nan_from
 from watchstep.errors import ConfigError, FormatError, StoreError
@@ -466,15 +466,11 @@ def test_decoding_takes_little_more_than_the_bins() -> None:
         np.ones(rows * bins, np.int64),
     )
     order = np.random.default_rng(0).permutation(rows)
-    tracemalloc.start()
-    try:
+    with traced_memory() as memory:
         check_histograms(histogram)
         taken = histogram.take(order)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
     assert (taken.bins == histogram.bins).all()
-    assert peak < histogram.bytes + 24 * 2**20, "the copy, and the indices of a portion"
+    assert memory.peak < histogram.bytes + 24 * 2**20, "the copy, and the indices of a portion"
 
 
 def test_damage_in_them_that_was_not_looked_at_holds_up_no_other_rule(driven_sqlite: Driven) -> None:
