@@ -103,7 +103,8 @@ test-frameworks: $(FRAMEWORKS)/.installed
 test-release: wheel $(FRAMEWORKS)/.installed
 	$(SUITE) test-release $(SUITE_ARGS)
 	$(SUITE) test-laws $(SUITE_ARGS)
-	$(FRAMEWORKS)/bin/python -m pytest -m release tests/frameworks
+	XLA_FLAGS= $(FRAMEWORKS)/bin/python -m pytest -m release tests/frameworks
+	XLA_FLAGS= $(FRAMEWORKS)/bin/python -m pytest -m "not release" tests/frameworks/jax tests/frameworks/keras
 
 # The life of alerts beside its model, many times over.
 test-life: $(STAMP)
