@@ -174,7 +174,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Embedde
         yield running
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_it_records_its_run_is_stopped_and_reaches_no_other(
     service: EmbeddedService,
     tmp_path: Path,

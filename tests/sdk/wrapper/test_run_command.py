@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.sdk.event_files import accumulated
+from tests.warmed import warmed
 from watchstep import Run, open_run
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.layout import CONTROL_DOCUMENT, LAUNCHES
@@ -102,10 +103,7 @@ print(trained(40).item(), trained(3).item())
 @pytest.mark.ci
 def test_models_whose_optimizers_step_beside_each_other_are_recorded(tmp_path: Path) -> None:
     done = run_program(tmp_path, ADVERSARIES)
-    plain = subprocess.run(
-        [sys.executable, tmp_path / "train.py"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == plain.stdout
+    assert done.stdout == warmed().run(tmp_path / "train.py", folder=Path.cwd())
     run = recorded(tmp_path)
     assert run.collections["weights"] == ["model_2.weight", "weight"]  # none of the second training
     assert run.tensor("weight:gradient").steps()[:3] == [0, 1, 2]
@@ -116,13 +114,8 @@ def test_models_whose_optimizers_step_beside_each_other_are_recorded(tmp_path: P
 @pytest.mark.ci
 def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None:
     done = run_program(tmp_path, PROGRAM, "--lr", "1 2", "--token", "mine")
-    plain = subprocess.run(
-        [sys.executable, tmp_path / "train.py", "--lr", "1 2", "--token", "mine"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == plain.stdout
+    plain = warmed().run(tmp_path / "train.py", "--lr", "1 2", "--token", "mine", folder=Path.cwd())
+    assert done.stdout == plain
     notice = f"watchstep: run default/r in file://{tmp_path}/runs; no service watches the store yet: the run is recorded now, and evaluated once one does (watchstep serve)\n"
     assert done.stderr == notice
     run = recorded(tmp_path)

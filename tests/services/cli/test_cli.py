@@ -189,8 +189,10 @@ def started(
 
 
 @pytest.mark.ci
-def test_serve_is_detected_by_run_refuses_another_in_its_home_and_exits_cleanly(tmp_path: Path) -> None:
-    with serving(tmp_path):
+def test_serve_is_detected_by_run_refuses_another_in_its_home_prints_alerts_and_exits_cleanly(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path) as process:
         note = json.loads((tmp_path / ".watchstep" / "service.json").read_text())
         assert (tmp_path / ".watchstep" / "service.json").stat().st_mode & 0o777 == 0o600
         done = started_anew(
@@ -201,6 +203,25 @@ def test_serve_is_detected_by_run_refuses_another_in_its_home_and_exits_cleanly(
         another = run_command("serve", "--store", tmp_path, "--port", "0")
         assert another.returncode == 2
         assert "another watchstep service runs there" in another.stderr
+        with Hook(tmp_path, run="ill", project="vision") as hook:
+            for step in range(4):
+                hook.log(loss=float("nan") if step >= 2 else 1.0)
+                hook.step()
+        assert process.stdout is not None
+        block = [line_of(process) for _ in range(6)]
+        assert block[0] == "watchstep: vision/ill: non_finite_values (warning) firing: bad from step 2\n"
+        assert [line.split()[0] for line in block[1:]] == ["seen", "where", "against", "since", "usually"]
+        shown = run_command("runs", "alerts", "vision/ill", "--store", tmp_path)
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.startswith("non_finite_values (warning) firing: bad from step 2 (attempt ")
+        assert "  seen    at step 3: 1 NaN among 1 elements of loss, 0 tolerated\n" in shown.stdout
+        assert "error: rule" not in shown.stdout
+        # Which others have no data depends on how much of the run was read by then.
+        [without] = [line for line in shown.stdout.splitlines() if line.startswith("no data: ")]
+        assert "class_imbalance" in without.removeprefix("no data: ").split(", ")
+        missing = run_command("runs", "alerts", "vision/well", "--store", tmp_path)
+        assert missing.returncode == 2
+        assert "run vision/well: not found\n  hint: 'watchstep runs list', " in missing.stderr
     assert not (tmp_path / ".watchstep" / "service.json").exists()
 
 
@@ -236,30 +257,6 @@ def test_commands_without_a_store_use_the_only_service_of_the_machine(
             in other.stderr
         )
     assert "watchstep-runs does not exist" in run_command("runs", "list").stderr
-
-
-@pytest.mark.ci
-def test_serve_prints_alerts_with_explanations(tmp_path: Path) -> None:
-    with serving(tmp_path) as process:
-        with Hook(tmp_path, run="ill", project="vision") as hook:
-            for step in range(4):
-                hook.log(loss=float("nan") if step >= 2 else 1.0)
-                hook.step()
-        assert process.stdout is not None
-        block = [line_of(process) for _ in range(6)]
-        assert block[0] == "watchstep: vision/ill: non_finite_values (warning) firing: bad from step 2\n"
-        assert [line.split()[0] for line in block[1:]] == ["seen", "where", "against", "since", "usually"]
-        shown = run_command("runs", "alerts", "vision/ill", "--store", tmp_path)
-        assert shown.returncode == 0, shown.stderr
-        assert shown.stdout.startswith("non_finite_values (warning) firing: bad from step 2 (attempt ")
-        assert "  seen    at step 3: 1 NaN among 1 elements of loss, 0 tolerated\n" in shown.stdout
-        assert "error: rule" not in shown.stdout
-        # Which others have no data depends on how much of the run was read by then.
-        [without] = [line for line in shown.stdout.splitlines() if line.startswith("no data: ")]
-        assert "class_imbalance" in without.removeprefix("no data: ").split(", ")
-        missing = run_command("runs", "alerts", "vision/well", "--store", tmp_path)
-        assert missing.returncode == 2
-        assert "run vision/well: not found\n  hint: 'watchstep runs list', " in missing.stderr
 
 
 @pytest.mark.ci
