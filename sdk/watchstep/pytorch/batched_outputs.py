@@ -25,7 +25,7 @@ _MOST_BYTES = 1 << 20
 _MOST_BYTES_OF_ONE = 1 << 18
 """Reading larger tensors takes longer than the call of the kernel, and is faster while they are in the caches."""
 
-_PROOFS = 3
+_PROOFS = 2
 _MOST_GROUPS = 64
 
 
