@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from watchstep.errors import ConfigError
@@ -177,7 +177,7 @@ class TensorInfo:
 
     def as_data(self) -> dict[str, Any]:
         """Return a form that can be encoded as JSON."""
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> TensorInfo:

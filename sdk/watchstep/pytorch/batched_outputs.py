@@ -153,17 +153,17 @@ class BatchedOutputs:
 
     def _probes(self, measured: list[LayerOutputs]) -> tuple[Probe, ...]:
         """Return the probes of all outputs, whose columns have a row for each."""
-        rows, probes, with_channels = 0, [], []
+        row, with_channels = 0, []
+        probes: list[tuple[list[int], Probe]] = []
         for each in measured:
+            rows = list(range(row, row + len(each.outputs)))
             probes += [(rows, probe) for probe in each.probes]
             if each.channels is not None:
-                with_channels.append((rows, (each.channels, each.outputs[0])))
-            rows += len(each.outputs)
-        counts = count_channels([probed for _, probed in with_channels], self._step, "train")
-        probes += [
-            (row, count) for (row, _), count in zip(with_channels, counts, strict=True) if count is not None
-        ]
-        return (_Joined(rows, probes),) if probes else ()
+                with_channels.append((row, (each.channels, each.outputs[0])))
+            row += len(each.outputs)
+        for places, counts in count_channels([probed for _, probed in with_channels], self._step, "train"):
+            probes.append(([with_channels[place][0] for place in places], counts))
+        return (_Joined(row, probes),) if probes else ()
 
     def _group(self, groups: list[Group]) -> Group:
         """Return the group of several ones. Most passes of a program have the same."""
@@ -184,17 +184,19 @@ class _Joined:
 
     Attributes:
         rows: Number of the record's rows.
-        probes: The first row of each probe, and the probe.
+        probes: The rows of each probe, and the probe.
     """
 
     rows: int
-    probes: list[tuple[int, Probe]]
+    probes: list[tuple[list[int], Probe]]
 
     def collect(self) -> dict[str, Floats]:
         """Return the columns, with NaN in the rows of other parts."""
         columns: dict[str, Floats] = {}
-        for row, probe in self.probes:
+        for rows, probe in self.probes:
             for name, column in probe.collect().items():
-                whole = columns.setdefault(name, np.full(self.rows, np.nan))
-                whole[row : row + len(column)] = column
+                whole = columns.get(name)
+                if whole is None:
+                    whole = columns[name] = np.full(self.rows, np.nan)
+                whole[rows] = column
         return columns

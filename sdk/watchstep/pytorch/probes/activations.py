@@ -110,23 +110,27 @@ _BOUNDED: dict[type[nn.Module], tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class ChannelCounts:
-    """One row: the numbers of channels, dead channels and saturated channels; NaN if not applicable."""
+    """Counts of outputs of one kind and shape, one row each.
 
+    Attributes:
+        outputs: number of outputs.
+        channels: number of channels of each.
+        dead, saturated: number of those channels, int64 of shape (outputs,); None if there are none by the kind of the module.
+    """
+
+    outputs: int
     channels: int
     dead: HostCopy | None
     saturated: HostCopy | None
 
     def collect(self) -> dict[str, Floats]:
-        """Return the columns."""
+        """Return the columns; NaN if not applicable."""
+        missing = np.full(self.outputs, np.nan)
         return {
-            "channels": np.array([float(self.channels)]),
-            "dead_channels": _number(self.dead),
-            "saturated_channels": _number(self.saturated),
+            "channels": np.full(self.outputs, float(self.channels)),
+            "dead_channels": missing if self.dead is None else self.dead.numbers(),
+            "saturated_channels": missing if self.saturated is None else self.saturated.numbers(),
         }
-
-
-def _number(flags: HostCopy | None) -> Floats:
-    return np.array([np.nan if flags is None else flags.numbers().sum()])
 
 
 class ChannelProbe:
@@ -141,7 +145,7 @@ class ChannelProbe:
             isinstance(module, _ZEROED), isinstance(module, _NEVER_NEGATIVE), _bounds_of(module)
         )
         self._pass: tuple[int, Mode] | None = None
-        self._flags: list[Tensor | None] = []
+        self._flags: tuple[list[Tensor | None], int] = ([], 0)
 
     @property
     def applies(self) -> bool:
@@ -150,21 +154,24 @@ class ChannelProbe:
 
     def measure(self, output: Tensor, step: int, mode: Mode) -> ChannelCounts | None:
         """Count the channels of one output, as `count_channels`."""
-        return count_channels([(self, output)], step, mode)[0]
+        counts = count_channels([(self, output)], step, mode)
+        return counts[0][1] if counts else None
 
-    def count(self, flags: list[Tensor | None], step: int, mode: Mode) -> ChannelCounts:
-        """Count the channels of one pass of a step.
+    def keep(self, flags: list[Tensor | None], row: int, step: int, mode: Mode) -> None:
+        """Keep flags for the next pass of the step, after they were reduced to those that earlier passes have, too.
 
         Args:
-            flags: Which channels are dead and which are saturated in this pass, each of shape (channels,); None if none can be.
+            flags: Which channels are dead and which are saturated in this pass, each of shape (outputs, channels); None if none can be.
+            row: Row of this module.
             step: Step of the run.
             mode: Mode of the pass.
         """
         if self._pass == (step, mode):
-            flags = [_intersection(new, old) for new, old in zip(flags, self._flags, strict=True)]
-        self._pass, self._flags = (step, mode), flags
-        dead, saturated = (None if each is None else HostCopy(each) for each in flags)
-        return ChannelCounts(max(len(each) for each in flags if each is not None), dead, saturated)
+            earlier, earlier_row = self._flags
+            for new, old in zip(flags, earlier, strict=True):
+                if new is not None and old is not None and new.shape[1:] == old.shape[1:]:
+                    new[row] &= old[earlier_row]
+        self._pass, self._flags = (step, mode), (flags, row)
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,7 @@ class _Kind:
 @torch.no_grad()
 def count_channels(
     outputs: Sequence[tuple[ChannelProbe, Tensor]], step: int, mode: Mode
-) -> list[ChannelCounts | None]:
+) -> list[tuple[list[int], ChannelCounts]]:
     """Count the channels of several modules in one pass of a step. Outputs of one kind and shape are counted together.
 
     Args:
@@ -203,14 +210,14 @@ def count_channels(
         mode: Mode of the pass.
 
     Returns:
-        The counts of each; None for an output without examples or channels.
+        The places of outputs of one kind and shape, with their counts. Outputs without examples or channels have none.
     """
     alike: dict[tuple[object, ...], list[int]] = {}
-    counts: list[ChannelCounts | None] = [None] * len(outputs)
     for place, (probe, output) in enumerate(outputs):
         if output.dim() >= 2 and output.numel() and output.is_floating_point():
             key = probe.kind, output.shape, output.dtype, output.device
             alike.setdefault(key, []).append(place)
+    counts = []
     for places in alike.values():
         probe, first = outputs[places[0]]
         values = torch.stack([outputs[place][1] for place in places]) if len(places) > 1 else first[None]
@@ -218,14 +225,11 @@ def count_channels(
         flags = probe.kind.flags(
             values.detach(), [axis for axis in range(1, values.dim()) if axis != channel]
         )
-        dead, saturated = (len(places) * [None] if each is None else each.unbind() for each in flags)
-        for place, *of_one in zip(places, dead, saturated, strict=True):
-            counts[place] = outputs[place][0].count(of_one, step, mode)
+        for row, place in enumerate(places):
+            outputs[place][0].keep(flags, row, step, mode)
+        dead, saturated = (None if each is None else HostCopy(each.sum(1)) for each in flags)
+        counts.append((places, ChannelCounts(len(places), values.shape[channel], dead, saturated)))
     return counts
-
-
-def _intersection(new: Tensor | None, old: Tensor | None) -> Tensor | None:
-    return new & old if new is not None and old is not None and new.shape == old.shape else new
 
 
 def _bounds_of(module: nn.Module) -> tuple[float, float] | None:
