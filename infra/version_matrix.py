@@ -57,7 +57,7 @@ PYTORCH = (
     # What is recorded.
     "tests/sdk/pytorch/test_internals.py",
     "tests/sdk/pytorch/test_watch.py",
-    "tests/sdk/pytorch/test_forward_passes.py",
+    "tests/sdk/pytorch/outputs/test_forward_passes.py",
     "tests/sdk/pytorch/loaders/test_loader_batches.py",
     "tests/sdk/pytorch/losses/test_losses_per_step.py",
     "tests/sdk/pytorch/parameters/test_clipping.py",

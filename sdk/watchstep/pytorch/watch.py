@@ -19,10 +19,8 @@ from watchstep.format import tensors
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch import device_kernel, internals, losses
-from watchstep.pytorch.activations import ActivationHooks, ForwardPasses, PartPasses, Removable
 from watchstep.pytorch.buffers import Buffers
 from watchstep.pytorch.bundles.bundler import Bundler
-from watchstep.pytorch.function_calls import FunctionCalls
 from watchstep.pytorch.gate import FewestGradients, GradientGate
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.losses import (
@@ -36,6 +34,10 @@ from watchstep.pytorch.losses import (
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.observable import ModuleHook
 from watchstep.pytorch.optimizer_map import OptimizerMap
+from watchstep.pytorch.outputs.activations import ActivationHooks
+from watchstep.pytorch.outputs.function_calls import FunctionCalls
+from watchstep.pytorch.outputs.layer_hooks import Removable
+from watchstep.pytorch.outputs.passes import ForwardPasses, PartPasses
 from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
 from watchstep.pytorch.parameters.amp import ScalerMetrics, Scaling
 from watchstep.pytorch.parameters.clipping import ClippedGradients

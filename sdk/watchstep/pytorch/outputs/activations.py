@@ -1,13 +1,6 @@
 """Activations: inputs and outputs of modules, measured during recorded forward passes.
 
-In mode train only training passes are recorded: on the training thread, with gradients enabled when the model's
-``forward`` began. A pass under ``torch.no_grad`` or ``torch.inference_mode`` and a pass of another thread train nothing and
-are not recorded. Other modes are recorded as the program sets them.
-
-Frozen parts that the model's ``forward`` runs without gradients belong to its training pass. So does the first pass of
-reentrant activation checkpointing, which disables gradients inside an autograd function; its second pass, inside the
-backward pass, is not recorded. A program may call modules of the model, ``model.actor(x)``, and never the model itself:
-`PartPasses` decides with which of these calls a forward pass begins.
+`passes` decides which passes are recorded.
 
 In regions that `torch.compile` traces, the hook traces to nothing, so that compiled code and losses stay as they
 were; such modules are reported as not observed.
@@ -17,33 +10,30 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from threading import get_ident
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
-from torch.utils.hooks import RemovableHandle
 
 from watchstep.capture.steps.record import Group, Probe
-from watchstep.capture.steps.recorder import Recorder
 from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch import internals
-from watchstep.pytorch.batched_outputs import BatchedOutputs, LayerOutputs, Stability
 from watchstep.pytorch.device_kernel import capturing
-from watchstep.pytorch.gate import Describe, LiveOutputs, version_of
+from watchstep.pytorch.gate import Describe, LiveOutputs
 from watchstep.pytorch.names import Names, dtype_name, placement_of
 from watchstep.pytorch.observable import ModuleHook, dense_values
+from watchstep.pytorch.outputs.batched import BatchedOutputs, LayerOutputs, Stability
+from watchstep.pytorch.outputs.layer_hooks import REMOVED, LayerHook, NotingHook, Removable, UnmeasuredPass
+from watchstep.pytorch.outputs.passes import ForwardPasses
+from watchstep.pytorch.outputs.saved import SavedOutputs
 from watchstep.pytorch.probes.activations import (
     ChannelProbe,
     ChannelSums,
@@ -52,158 +42,10 @@ from watchstep.pytorch.probes.activations import (
     activation_kind,
 )
 from watchstep.pytorch.probes.weights import Unchanged
-from watchstep.pytorch.saved_outputs import SavedOutputs
 from watchstep.pytorch.tensors import full_tensors
-
-# Called for each module of each pass, so they are not looked up there.
-is_compiling = torch.compiler.is_compiling
-graph_task_id, functorch_level = internals.graph_task_id, internals.functorch_level
 
 _DEEPEST = 20
 """Maximum nesting of containers that are searched."""
-
-
-class ForwardPasses:
-    """Decides which forward passes of one model, and calls of its modules, are recorded.
-
-    The training thread is the thread of the last update; before the first update, that of the first training pass. A thread
-    that has ended is replaced by the next thread that trains.
-    """
-
-    def __init__(self, session: Session, model: nn.Module) -> None:
-        self._session = session
-        self._model = model
-        self._thread: threading.Thread | None = None
-        self._ident = -1
-        self._maker = threading.get_ident()
-        self._inside = False
-        self._inside_trains = False
-        self._inside_other = False
-
-    @property
-    def outside(self) -> bool:
-        """Return whether the model's own ``forward`` is not running, i.e. the program has called the current module directly."""
-        return not (self._inside or self._inside_other)
-
-    @property
-    def mode(self) -> Mode:
-        """The mode that the program last set, otherwise that of the model."""
-        mode = self._session.mode
-        return "eval" if mode == "train" and not self._model.training else mode
-
-    def set_training_thread(self) -> None:
-        """Make this thread the training thread, because it updates the model."""
-        if self._ident != threading.get_ident():
-            self._thread, self._ident = threading.current_thread(), threading.get_ident()
-
-    def on_training_thread(self) -> bool:
-        """Return whether this is the training thread. Every thread is one while there is none."""
-        return self._ident == threading.get_ident() or self._thread is None or not self._thread.is_alive()
-
-    def owns_backward(self) -> bool:
-        """Return whether a backward pass that begins on this thread may be the model's.
-
-        Before the first training pass only the thread that watches the model is trusted: a loss of any other is of a training
-        other than this one, because a thread that trains this model has run its ``forward``.
-        """
-        if self._thread is None:
-            return self._maker == threading.get_ident()
-        return self.on_training_thread()
-
-    def enter(self) -> Mode | None:
-        """Begin the model's ``forward``. Returns the mode in which this pass is recorded, or None if it is not recorded."""
-        mode = self._recorded()
-        if mode != "train":
-            self._inside_other = mode is not None
-            return mode
-        self._inside, self._inside_trains = True, _gradients_enabled()
-        if not self._inside_trains:
-            return None
-        self.set_training_thread()
-        return mode
-
-    def leave(self) -> None:
-        """End the model's ``forward``, also after an exception."""
-        self._inside_other = False
-        if self._inside and self._ident in {-1, threading.get_ident()} and not _recomputes():
-            self._inside = False
-
-    def mode_of_call(self) -> Mode | None:
-        """Return the mode in which a call of a module is recorded, or None if it is not recorded."""
-        mode = self._recorded()
-        if mode != "train":
-            return mode
-        trains = self._inside_trains if self._inside else _gradients_enabled()
-        return mode if trains else None
-
-    def _recorded(self) -> Mode | None:
-        """Return the mode, or None for passes inside a backward pass and, in mode train, those of other threads."""
-        mode = None if _recomputes() else self.mode
-        return None if mode == "train" and not self.on_training_thread() else mode
-
-
-class PartPasses:
-    """Decides which call of a module outside the model's ``forward`` begins a forward pass.
-
-    In mode train the calls between two backward passes or updates are one pass: ``actor(x)``, ``critic(x)`` and their loss. A
-    loss that is logged as NaN also ends a pass, because the program may skip its backward pass. In other modes a module that is
-    called again begins the next pass.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._begun_at = -1
-        self._other: tuple[int, Mode] = (-1, "train")
-        self._called: set[str] = set()
-
-    def began(self) -> None:
-        """Begin a training pass with the model's ``forward`` or a call of one of its modules."""
-        self._begun_at = self._recorder.step
-
-    def ended(self) -> None:
-        """End a training pass at the start of its backward pass."""
-        self._begun_at = -1
-
-    def begins(self, path: str, mode: Mode, *, counts_steps: bool) -> bool:
-        """Return whether a pass begins with this call.
-
-        Args:
-            path: Path of the module.
-            mode: Mode in which the call is recorded.
-            counts_steps: Whether a pass of this model begins the next step after the update.
-        """
-        recorder = self._recorder
-        if mode == "train":
-            is_next = (recorder.finished and counts_steps) or self._begun_at != recorder.step
-            return is_next or recorder.logged_nan
-        place = (recorder.step, mode)
-        if place == self._other and path not in self._called:
-            self._called.add(path)
-            return False
-        self._other, self._called = place, {path}
-        return True
-
-
-def _recomputes() -> bool:
-    """Return whether this forward pass runs inside a backward pass, like the second one of activation checkpointing."""
-    return bool(graph_task_id.value() != -1)
-
-
-def _gradients_enabled() -> bool:
-    """Return whether autograd records, or does not record only because it runs inside one of its own functions."""
-    return torch.is_grad_enabled() or _inside_autograd_function(sys._getframe(1))  # noqa: SLF001 - the documented way to a frame
-
-
-def _inside_autograd_function(frame: FrameType | None) -> bool:
-    """Return whether a frame runs inside the ``forward`` of an autograd function: its first argument is the context."""
-    while frame is not None:
-        code = frame.f_code
-        # The local variables of other frames are not read, because their frames would keep them in memory.
-        first = code.co_varnames[0] if code.co_name == "forward" and code.co_argcount else "self"
-        if first != "self" and isinstance(frame.f_locals.get(first), FunctionCtx):
-            return True
-        frame = frame.f_back
-    return False
 
 
 _Look = Callable[[list[Tensor], int, Mode], tuple[Probe, ...]]
@@ -211,10 +53,6 @@ _Look = Callable[[list[Tensor], int, Mode], tuple[Probe, ...]]
 _DISPATCH_SECONDS = 15e-6
 """Time that PyTorch takes for calling one hook, which the hook itself cannot measure: 1 µs in a loop, 15 to 20 between two convolutions, whose data
 have replaced PyTorch's code and the module in the caches. Measured on an EPYC (Zen 4) as the difference of a module with an empty hook to one without."""
-
-
-_REMOVED = object()
-"""The output of a call of a hook that was removed meanwhile by another thread: PyTorch leaves the keywords out."""
 
 
 @dataclass
@@ -261,7 +99,7 @@ class _Observed:
     activity: UnitActivity | None
     measured: tuple[int, int] = (-1, -1)
     describe: Describe | None = None
-    hook: _LayerHook | None = None
+    hook: LayerHook | None = None
 
     def probes(self, given: Any, output: list[Tensor], step: int, mode: Mode) -> tuple[Probe, ...]:
         """Return probes of one pass in addition to the output's row, except those of channels.
@@ -281,99 +119,6 @@ class _Observed:
         if self.tokens is not None and (inputs := _numeric(given)):
             probes.append(self.tokens.measure(inputs[0]))
         return tuple(probe for probe in probes if probe is not None)
-
-
-class _LayerHook:
-    """The hook of a layer, which is removed for passes without measurements: any hook makes each call of a module slower.
-
-    Attributes:
-        is_called: Whether it has ever been called. In compiled code it is not, and PyTorch would compile anew if it came and went.
-    """
-
-    __slots__ = ("_call", "_handle", "_module", "is_called")
-
-    def __init__(self, module: nn.Module, call: ModuleHook) -> None:
-        self._module, self._call = module, call
-        self._handle: RemovableHandle | None = None
-        self.is_called = False
-        self.register()
-
-    def register(self) -> None:
-        """Register it if it is not."""
-        if self._handle is None:
-            self._handle = self._module.register_forward_hook(self._call, with_kwargs=True)
-
-    def remove(self) -> None:
-        """Remove it if it is registered."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
-
-
-class Removable(Protocol):
-    """A registered hook."""
-
-    def remove(self) -> None:
-        """Remove it."""
-        ...
-
-
-class _UnmeasuredPass:
-    """A training pass of the model's own ``forward`` in which nothing is due, so that hooks only note outputs.
-
-    Attributes:
-        step: Step of the pass; -1 outside of such a pass.
-        thread: Thread of the pass.
-        time_ns: Time of the pass, in nanoseconds since the epoch.
-        output: The output of the model in the last such pass.
-        note: Notes an output, see `LiveOutputs.append`.
-    """
-
-    __slots__ = ("note", "output", "recorder", "session", "step", "thread", "time_ns")
-
-    def __init__(self, session: Session, live: LiveOutputs) -> None:
-        self.step, self.thread, self.time_ns = -1, -1, 0
-        self.output: weakref.ref[Tensor] | None = None
-        self.recorder, self.session, self.note = session.recorder, session, live.append
-
-
-class _NotingHook(ModuleHook):
-    """The hook of a module whose output, or of a model whose input, is noted in unmeasured passes.
-
-    It runs for each module of each pass, most of which are unmeasured: then it calls little else than functions of PyTorch. Everything that
-    the general case decides again at each call, because a program may change it within a pass, is compared here.
-    """
-
-    __slots__ = ("_describe", "_of_input", "_unmeasured")
-
-    def __init__(
-        self, call: Callable[..., None], unmeasured: _UnmeasuredPass, describe: Describe, *, of_input: bool
-    ) -> None:
-        super().__init__(call)
-        self._unmeasured, self._describe, self._of_input = unmeasured, describe, of_input
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any = _REMOVED) -> None:
-        """Note the output of the module, or its only argument, or measure it."""
-        if is_compiling() or output is _REMOVED:  # a compiler that looks at the output may warn
-            return
-        unmeasured = self._unmeasured
-        noted = output
-        if self._of_input:
-            noted = args[0] if len(args) == 1 and not kwargs else None
-            if unmeasured.step != -1:
-                unmeasured.output = weakref.ref(output) if type(output) is Tensor else None
-        if (
-            unmeasured.step == unmeasured.recorder.step
-            and type(noted) is Tensor
-            and module.training
-            and unmeasured.session.mode == "train"
-            and unmeasured.thread == get_ident()
-            and graph_task_id.value() == -1
-            and functorch_level.value() is None
-        ):
-            unmeasured.note((self._describe, (weakref.ref(noted),), (version_of(noted),), unmeasured.time_ns))
-        else:
-            super().__call__(module, args, kwargs, output)
 
 
 class ActivationHooks:
@@ -406,7 +151,7 @@ class ActivationHooks:
             part_called: Bound method, called with the path and mode of each recorded call outside the model's own ``forward``.
         """
         self.live = LiveOutputs()
-        self._unmeasured = _UnmeasuredPass(session, self.live)
+        self._unmeasured = UnmeasuredPass(session, self.live)
         self._session = session
         self._schedule = session.schedule
         self._recorder = session.recorder
@@ -414,7 +159,7 @@ class ActivationHooks:
         self._kernel = kernel
         self._passes = passes
         self._part_called = weakref.WeakMethod(part_called)  # a cycle would keep the model until a collection
-        self._layers: list[_LayerHook] = []
+        self._layers: list[LayerHook] = []
         self._has_hooks, self._has_parts = True, False
         self._measured = (-1, 0)
         self._saved_outputs = SavedOutputs()
@@ -479,13 +224,13 @@ class ActivationHooks:
         if len(noted) == 1:
             of_input = noted[0] is observed.input
             describe = self._describe(noted[0])
-            hook = _NotingHook(self._hook(observed), self._unmeasured, describe, of_input=of_input)
+            hook = NotingHook(self._hook(observed), self._unmeasured, describe, of_input=of_input)
         if tensors.ACTIVATIONS in observed.output.info.collections:
             observed.describe = self._describe(observed.output)
         if is_model:
             handles.append(module.register_forward_hook(hook, with_kwargs=True))
         else:
-            observed.hook = _LayerHook(module, hook)
+            observed.hook = LayerHook(module, hook)
             self._layers.append(observed.hook)
             handles.append(observed.hook)
         if is_leaf:
@@ -586,10 +331,10 @@ class ActivationHooks:
         return [(*found, self._unmeasured.time_ns) for found in described if found is not None]
 
     def _hook(self, observed: _Observed) -> Callable[[nn.Module, Any, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any = _REMOVED) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any = REMOVED) -> None:
             if capturing():
                 return
-            if output is _REMOVED:
+            if output is REMOVED:
                 return
             self._unseen.discard(observed.path)
             if observed.hook is not None:
