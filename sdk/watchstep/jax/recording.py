@@ -140,6 +140,7 @@ class UpdateReader:
         self._session = session
         self._on_nonfinite = on_nonfinite
         self._models: dict[_ModelKey, _Model] = {}
+        self._earlier: set[_ModelKey] = set()
         self._functions: weakref.WeakSet[CompiledStep] = weakref.WeakSet()
         self._weights: dict[int, _Premeasured] = {}
         self._pending: list[list[_PendingUpdate]] = []
@@ -343,6 +344,7 @@ class UpdateReader:
         if not self._closed:
             self._catch_up()
             self._counting, self._others = None, 0
+            self._earlier = set(self._models)
 
     def _catch_up(self) -> None:
         self._wait(self._rings())
@@ -354,18 +356,25 @@ class UpdateReader:
     ) -> _Model | None:
         key = (*_key(layout), rank)
         model = self._models.get(key)
+        self._earlier.discard(key)
         if model is None:
+            if self._earlier and len(self._models) >= _MAX_RECORDERS:
+                first = next(other for other in self._models if other in self._earlier)
+                self._earlier.remove(first)
+                del self._models[first]
             if len(self._models) >= _MAX_RECORDERS:
                 self._session.health.count("unobserved_optimizers")
                 return None
             infos = describe(layout.paths, layout.shapes, layout.dtypes)
             infos, layers = layer_descriptions(infos, stacked or (False,) * len(infos))
             names = {info.name for other in self._models.values() for info in other.recorder.parameters}
-            if names & {info.name for info in infos}:
-                infos = prefixed(infos, f"model_{len(self._models) + 1}")
+            distinct, number = infos, len(self._models)
+            while names & {info.name for info in distinct}:
+                number += 1
+                distinct = prefixed(infos, f"model_{number}")
             recorder = UpdateRecorder(
                 self._session,
-                infos,
+                distinct,
                 on_nonfinite=self._on_nonfinite,
                 counts_steps=False,
                 withholds=True,

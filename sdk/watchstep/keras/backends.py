@@ -291,13 +291,14 @@ class TorchUpdates(KerasUpdates):
 
         self.start()
         updates = self._updates
-        recorder = None
+        recorded = None
         if updates is not None:
-            recorder = updates.recorder_of(
+            recorded = updates.recorder_of(
                 call.optimizer, call.variables, lambda: describe(call.variables, trainer)
             )
-        if recorder is None:
+        if recorded is None:
             return
+        recorder, rows = recorded
         scale = None if call.scale is None else number_of(call.scale)
         is_skipped = call.is_finite is not None and not bool(call.is_finite)
         weights = tuple(variable.value for variable in call.variables) if "weight" in recorder.due() else None
@@ -310,6 +311,7 @@ class TorchUpdates(KerasUpdates):
                 hyperparameters={"learning_rate": number_of(_learning_rate(call.optimizer))},
                 is_skipped=is_skipped,
                 is_bad=is_skipped if call.is_finite is not None else None,
+                rows=rows,
             )
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,9 +34,28 @@ SLICES = 8
 
 _WHOLE_ELEMENTS = 16_384
 _FLOAT32_BYTES = 4
-_NUMBER, _LOSS, _IS_BAD, _SCALE, _RATE, _IS_SAVED = range(6)
-_COLUMNS = 6
+_NUMBER, _LOSS, _IS_BAD, _SCALE, _RATE, _IS_SAVED, _FORM = range(7)
+_COLUMNS = 7
 _NEVER = -1
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What an update consists of.
+
+    Attributes:
+        variables: ids of the variables.
+        copies: copies of their gradients; None for one that does not exist.
+        has_loss: whether the loss is known.
+        has_scale: whether the loss is scaled.
+        has_rate: whether the learning rate is known.
+    """
+
+    variables: tuple[int, ...]
+    copies: tuple[Any, ...]
+    has_loss: bool
+    has_scale: bool
+    has_rate: bool
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,7 @@ class GraphUpdate:
 
     Attributes:
         number: its number, from 0.
+        form: index of the variables that it updates, as `GraphSink.add` returned it.
         loss: its loss; None if the graph has none.
         is_bad: whether its gradients contain NaN or infinity.
         scale: scale of its loss; None without loss scaling.
@@ -52,6 +73,7 @@ class GraphUpdate:
     """
 
     number: int
+    form: int
     loss: float | None
     is_bad: bool
     scale: float | None
@@ -62,81 +84,84 @@ class GraphUpdate:
 class GraphSink:
     """The variables of one optimizer, and the operations that write them.
 
-    The variables are the recorder's own: they belong to no model and no optimizer, and are not in any checkpoint.
+    The variables are the recorder's own: they belong to no model and no optimizer, and are not in any checkpoint. All updates of the optimizer share
+    them, so that their order is known, also where the variables that have a gradient change. The copy of a gradient is that of its last update.
     """
 
-    def __init__(self, gradients: Sequence[Any], *, checks_all: bool) -> None:
+    def __init__(self, *, checks_all: bool) -> None:
         """Create the variables. May be called while a function is traced.
 
         Args:
-            gradients: tensors or slices of rows, with the dtypes and shapes of the gradients; None for one that does not exist.
             checks_all: whether all elements are checked at each update, and not an eighth of those of large gradients in turn.
         """
         self._checks_all = checks_all
-        self._is_compiled = is_compiled()
-        shapes = [None if gradient is None else self._shape(gradient) for gradient in gradients]
-        _outside_of_graphs(lambda: self._create(gradients, shapes))
+        self._copies: dict[int, list[Any]] = {}
+        self._forms: list[_Form] = []
+        _outside_of_graphs(self._create)
         self._read = 0
-        self._has_loss = self._has_scale = self._has_rate = False
 
-    def _create(self, gradients: Sequence[Any], shapes: Sequence[Any]) -> None:
+    def _create(self) -> None:
         self._ring = tf.Variable(np.full((SLOTS, _COLUMNS), _NEVER, np.float64), trainable=False)
         self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._requested = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._has_bad = tf.Variable(False, trainable=False)
-        self._copied_at = tf.Variable(_NEVER, dtype=tf.int64, trainable=False)
-        self._copies = [
-            None if gradient is None else _copy_of(shape, gradient.dtype)
-            for gradient, shape in zip(gradients, shapes, strict=True)
+        self._copied_at = tf.Variable([_NEVER, 0], dtype=tf.int64, trainable=False)
+
+    def _copies_of(self, variables: Sequence[int], gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """Return copies of gradients. Those that do not exist are created."""
+        shapes = [None if gradient is None else _shape(gradient) for gradient in gradients]
+        fitting: list[Any] = [
+            next((copy for copy in self._copies.get(key, ()) if _fits(shape, gradient, copy)), None)
+            for key, shape, gradient in zip(variables, shapes, gradients, strict=True)
         ]
 
-    def _shape(self, gradient: Any) -> Any:
-        """Return the shape of the copies of a gradient.
+        def create() -> None:
+            for place, (key, shape, gradient) in enumerate(zip(variables, shapes, gradients, strict=True)):
+                if gradient is not None and fitting[place] is None:
+                    fitting[place] = _copy_of(shape, gradient.dtype)
+                    self._copies.setdefault(key, []).append(fitting[place])
 
-        The number of a table's rows with gradients differs from step to step. XLA needs fixed shapes, so copies there are of whole tables.
-        """
-        if not isinstance(gradient, tf.IndexedSlices):
-            return gradient.shape
-        if self._is_compiled:
-            return tf.TensorShape(tf.get_static_value(gradient.dense_shape))
-        return tf.TensorShape([None, *gradient.values.shape[1:]])
+        if any(copy is None and shape is not None for copy, shape in zip(fitting, shapes, strict=True)):
+            _outside_of_graphs(create)
+        return tuple(fitting)
 
-    def _copied(self, gradient: Any) -> Any:
-        """Return the elements of a gradient that are copied."""
-        if not isinstance(gradient, tf.IndexedSlices):
-            return gradient
-        return tf.convert_to_tensor(gradient) if self._is_compiled else gradient.values
-
-    def fits(self, gradients: Sequence[Any]) -> bool:
-        """Return whether gradients of another trace have the shapes and dtypes of the variables."""
-        return len(gradients) == len(self._copies) and all(
-            (gradient is None) == (copy is None)
-            and (gradient is None or _fits(self._shape(gradient), gradient.dtype, copy))
-            for gradient, copy in zip(gradients, self._copies, strict=True)
-        )
+    def _number_of(self, form: _Form) -> int:
+        """Return the index of a form."""
+        for number, other in enumerate(self._forms):
+            is_same = replace(other, copies=()) == replace(form, copies=())
+            if is_same and all(map(operator.is_, other.copies, form.copies)):
+                return number
+        self._forms.append(form)
+        return len(self._forms) - 1
 
     def add(
         self,
+        variables: Sequence[int],
         gradients: Sequence[Any],
         *,
         loss: Any = None,
         is_finite: Any = None,
         scale: Any = None,
         learning_rate: Any = None,
-    ) -> None:
+    ) -> int:
         """Add the operations of one update to the graph that is being traced.
 
         Args:
+            variables: identifies the variable of each gradient.
             gradients: symbolic tensors or slices of rows, multiplied by ``scale``; None for one that does not exist.
             loss: loss, of shape ().
             is_finite: whether all gradients are finite, bool of shape (); computed if it is None. The computed one may be False for finite
                 gradients with a sum that overflows; the copies decide. It may be True for a large gradient of which another part is not.
             scale: scale of the loss, of shape ().
             learning_rate: learning rate, of shape ().
+
+        Returns:
+            The index of these variables and gradients, which is also that of later updates of the same ones.
         """
-        self._has_loss |= loss is not None
-        self._has_scale |= scale is not None
-        self._has_rate |= learning_rate is not None
+        copies, is_whole = self._copies_of(variables, gradients), is_compiled()
+        form = self._number_of(
+            _Form(tuple(variables), copies, loss is not None, scale is not None, learning_rate is not None)
+        )
         values = [
             None if gradient is None else getattr(gradient, "values", gradient) for gradient in gradients
         ]
@@ -152,11 +177,11 @@ class GraphSink:
         is_saved = tf.logical_or(first_bad, requested)
 
         def save() -> Any:
-            for gradient, copy in zip(gradients, self._copies, strict=True):
+            for gradient, copy in zip(gradients, copies, strict=True):
                 if gradient is not None and copy is not None:
-                    copy.assign(self._copied(gradient))
+                    copy.assign(_copied(gradient, is_whole=is_whole))
             self._has_bad.assign(is_bad)
-            self._copied_at.assign(number)
+            self._copied_at.assign(tf.stack([number, tf.constant(form, tf.int64)]))
             return tf.constant(True)
 
         was_saved = tf.cond(is_saved, save, lambda: tf.constant(False))
@@ -167,6 +192,7 @@ class GraphSink:
             _scalar(scale),
             _scalar(learning_rate),
             _float64(was_saved),
+            tf.constant(form, tf.float64),
         ]
         slot = tf.math.floormod(number, SLOTS)
         written = self._ring.scatter_nd_update(tf.reshape(slot, (1, 1)), tf.expand_dims(tf.stack(row), 0))
@@ -179,9 +205,10 @@ class GraphSink:
                 self._requested,
                 self._has_bad,
                 self._copied_at,
-                *(copy for copy in self._copies if copy is not None),
+                *(copy for copy in copies if copy is not None),
             ]
         )
+        return form
 
     def request(self, *, is_due: bool) -> None:
         """Request the gradients of the next update, for the next call."""
@@ -198,19 +225,20 @@ class GraphSink:
         new = np.flatnonzero(numbers >= self._read)
         if not len(new):
             return self._read, []
-        rows = ring[new[np.argsort(numbers[new])]]
+        rows = list(ring[new[np.argsort(numbers[new])]])
         begin, first = self._read, int(rows[0][_NUMBER])
-        saved = [int(row[_NUMBER]) for row in rows if row[_IS_SAVED]]
-        copied, is_bad = saved[-1] if saved else _NEVER, any(row[_IS_SAVED] and row[_IS_BAD] for row in rows)
+        saved = [row for row in rows if row[_IS_SAVED]]
+        is_bad = any(row[_IS_BAD] for row in saved)
         updates = []
-        if first > begin and not saved and (number := int(self._copied_at.read_value())) >= begin:
-            is_bad = bool(self._has_bad.read_value())
-            row = [number, math.nan, is_bad, math.nan, math.nan, 1]
-            updates = [
-                replace(self._update(row, self._gradients()), loss=None, scale=None, learning_rate=None)
-            ]
-        gradients = self._gradients() if saved else None
-        updates += [self._update(row, gradients if int(row[_NUMBER]) == copied else None) for row in rows]
+        if first > begin and not saved:
+            number, form = self._copied_at.numpy().tolist()
+            if number >= begin:
+                is_bad = bool(self._has_bad.read_value())
+                row = [number, math.nan, is_bad, math.nan, math.nan, 1, form]
+                update = self._update(row, self._gradients(form))
+                updates = [replace(update, loss=None, scale=None, learning_rate=None)]
+        gradients = self._gradients(int(saved[-1][_FORM])) if saved else None
+        updates += [self._update(row, gradients if saved and row is saved[-1] else None) for row in rows]
         if is_bad:
             self._has_bad.assign(False, read_value=False)
         self._read = int(rows[-1][_NUMBER]) + 1
@@ -220,23 +248,24 @@ class GraphSink:
         """Copy gradients again after a call that failed, which may have copied some of an update that it has not made."""
         self._has_bad.assign(False, read_value=False)
 
-    def _gradients(self) -> HostArrays:
-        return host_values(None if copy is None else copy.read_value() for copy in self._copies)
+    def _gradients(self, form: int) -> HostArrays:
+        return host_values(None if copy is None else copy.read_value() for copy in self._forms[form].copies)
 
     def _update(self, row: Any, gradients: HostArrays | None) -> GraphUpdate:
-        is_bad = bool(row[_IS_BAD])
+        is_bad, form = bool(row[_IS_BAD]), self._forms[int(row[_FORM])]
         if is_bad and gradients is not None:
             is_bad = gradients.has_nonfinite(0, 1)
-        scale = float(row[_SCALE]) if self._has_scale else None
+        scale = float(row[_SCALE]) if form.has_scale else None
         values: TensorValues | None = gradients
         if gradients is not None and scale is not None and math.isfinite(scale) and scale:
             values = ScaledArrays(gradients, scale)
         return GraphUpdate(
             number=int(row[_NUMBER]),
-            loss=float(row[_LOSS]) if self._has_loss else None,
+            form=int(row[_FORM]),
+            loss=float(row[_LOSS]) if form.has_loss else None,
             is_bad=is_bad,
             scale=scale,
-            learning_rate=float(row[_RATE]) if self._has_rate else None,
+            learning_rate=float(row[_RATE]) if form.has_rate else None,
             gradients=values,
         )
 
@@ -267,8 +296,27 @@ def _copy_of(shape: Any, dtype: Any) -> Any:
     return tf.Variable(tf.zeros(known, dtype), trainable=False, shape=shape)
 
 
-def _fits(shape: Any, dtype: Any, copy: Any) -> bool:
-    return bool(dtype == copy.dtype and copy.shape.is_compatible_with(shape))
+def _fits(shape: Any, gradient: Any, copy: Any) -> bool:
+    return gradient is not None and gradient.dtype == copy.dtype and copy.shape.is_compatible_with(shape)
+
+
+def _shape(gradient: Any) -> Any:
+    """Return the shape of the copies of a gradient.
+
+    The number of a table's rows with gradients differs from step to step. XLA needs fixed shapes, so copies there are of whole tables.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient.shape
+    if is_compiled():
+        return tf.TensorShape(tf.get_static_value(gradient.dense_shape))
+    return tf.TensorShape([None, *gradient.values.shape[1:]])
+
+
+def _copied(gradient: Any, *, is_whole: bool) -> Any:
+    """Return the elements of a gradient that are copied."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.convert_to_tensor(gradient) if is_whole else gradient.values
 
 
 def _sum_is_finite(values: Sequence[Any], turn: Any) -> Any:

@@ -20,7 +20,7 @@ from watchstep.tensorflow.host_tensors import ScaledArrays, host_array, host_val
 from watchstep.tensorflow.internals import tensorflow_names
 from watchstep.updates.program_updates import ProgramUpdates, scaler_metrics
 from watchstep.updates.tensor_values import HostArrays, TensorValues
-from watchstep.updates.update_recorder import Update
+from watchstep.updates.update_recorder import Update, UpdateRecorder
 
 OpenUpdates = Callable[[], "ProgramUpdates | None"]
 """Returns the recording, and starts it at the first call; None if there is none."""
@@ -52,30 +52,30 @@ class ObservedUpdate:
 
 
 _MAX_GRAPHS = 16
-"""Maximum number of sinks. A program whose updates have more forms is not observed in all of them."""
+"""Maximum number of sinks, of one optimizer each."""
 
 
 @dataclass
 class _Graph:
-    """The sink of one optimizer, for updates with gradients of the same variables and shapes.
+    """The sink of one optimizer.
 
     Attributes:
         source: weak reference to the optimizer.
         sink: its variables in graphs.
-        variables: the variables that it updates.
-        describe: returns their descriptions.
+        forms: the variables of its updates, which differ if some have no gradient, and what returns their descriptions; by the sink's index.
+        variables: all these variables, by their id.
         skips: whether updates that are not finite are left out.
         functions: functions that have made its updates.
-        weights: weights before the next call, if they are due.
+        weights: weights before the next call by the id of their variable, if they are due.
     """
 
     source: weakref.ref[Any]
     sink: GraphSink
-    variables: tuple[Any, ...]
-    describe: Callable[[], Sequence[TensorInfo]]
-    skips: bool
+    forms: dict[int, tuple[Sequence[Any], Callable[[], Sequence[TensorInfo]]]] = field(default_factory=dict)
+    variables: dict[int, Any] = field(default_factory=dict)
+    skips: bool = False
     functions: FunctionSet = field(default_factory=FunctionSet)
-    weights: HostArrays | None = None
+    weights: Mapping[int, Any] | None = None
 
 
 class GraphUpdates:
@@ -113,10 +113,10 @@ class GraphUpdates:
         if self._updates is not None:
             self._updates.session.health.fault(where, error)
 
-    def count(self, name: str) -> None:
+    def count(self, name: str, number: int = 1) -> None:
         """Count what is not observed."""
         if self._updates is not None:
-            self._updates.session.health.count(name)
+            self._updates.session.health.count(name, number)
 
     def add(self, update: ObservedUpdate) -> None:
         """Record an update of eager code, or add its operations to the graph that is being traced.
@@ -201,11 +201,12 @@ class GraphUpdates:
 
     def _record_eager(self, update: ObservedUpdate) -> None:
         updates = self._opened()
-        recorder = (
+        recorded = (
             None if updates is None else updates.recorder_of(update.source, update.variables, update.describe)
         )
-        if recorder is None:
+        if recorded is None:
             return
+        recorder, rows = recorded
         scale = None if update.scale is None else float(update.scale)
         gradients: TensorValues = host_values(update.gradients)
         if scale is not None:
@@ -216,12 +217,13 @@ class GraphUpdates:
         recorder.record(
             Update(
                 gradients=gradients,
-                weights=_values_of(update.variables) if is_due else None,
+                weights=HostArrays(tuple(map(_value_of, update.variables))) if is_due else None,
                 losses={} if update.loss is None else {"loss": float(update.loss)},
                 metrics=scaler_metrics(scale, is_skipped=bool(is_bad)),
                 hyperparameters=_rates(None if update.learning_rate is None else float(update.learning_rate)),
                 is_skipped=bool(is_bad),
                 is_bad=is_bad,
+                rows=rows,
             )
         )
 
@@ -242,9 +244,11 @@ class GraphUpdates:
             return
         graph = self._graph_of(update)
         if graph is None:
-            self.note(f"updates of more than {_MAX_GRAPHS} forms are not observed")
+            self.note(f"updates of more than {_MAX_GRAPHS} optimizers are not observed")
             return
-        graph.sink.add(
+        added = {id(variable): variable for variable in update.variables}
+        form = graph.sink.add(
+            list(map(id, update.variables)),
             update.gradients,
             loss=update.loss,
             is_finite=update.is_finite,
@@ -252,25 +256,22 @@ class GraphUpdates:
             learning_rate=update.learning_rate,
         )
         graph.functions.add(function)
+        graph.forms.setdefault(form, (tuple(update.variables), update.describe))
+        graph.skips = update.is_finite is not None
+        added = {key: variable for key, variable in added.items() if key not in graph.variables}
+        graph.variables.update(added)
+        if added and (first := _first_weights(added)) is not None:
+            graph.weights = {**(graph.weights or {}), **first}
 
     def _graph_of(self, update: ObservedUpdate) -> _Graph | None:
-        """Return the sink for an update; a new one if there is none for its variables and shapes. None if there are too many."""
-        identities = list(map(id, update.variables))
+        """Return the sink of an optimizer; a new one if there is none. None if there are too many."""
         for graph in self._graphs:
-            is_same = graph.source() is update.source and list(map(id, graph.variables)) == identities
-            if is_same and graph.sink.fits(update.gradients):
+            if graph.source() is update.source:
                 return graph
         self._graphs = [graph for graph in self._graphs if graph.source() is not None]
         if len(self._graphs) >= _MAX_GRAPHS:
             return None
-        graph = _Graph(
-            source=weakref.ref(update.source),
-            sink=GraphSink(update.gradients, checks_all=self._checks_all()),
-            variables=tuple(update.variables),
-            describe=update.describe,
-            skips=update.is_finite is not None,
-        )
-        graph.weights = _first_weights(graph.variables)
+        graph = _Graph(weakref.ref(update.source), GraphSink(checks_all=self._checks_all()))
         self._graphs.append(graph)
         return graph
 
@@ -288,44 +289,71 @@ class GraphUpdates:
             updates.session.health.note("tensorflow", text)
 
     def _prepare(self, graph: _Graph) -> None:
-        recorder = self._recorder_of(graph)
+        recorder, _rows = self._recorded(graph, next(iter(graph.forms), None))
         if recorder is None:
             return
         due = recorder.due()
         graph.sink.request(is_due="gradient" in due)
         graph.weights = _values_of(graph.variables) if "weight" in due else None
 
-    def _recorder_of(self, graph: _Graph) -> Any:
+    def _recorded(self, graph: _Graph, form: int | None) -> tuple[UpdateRecorder | None, Sequence[int]]:
+        """Return the recorder of an optimizer, and the indices of the variables of one form among its parameters."""
         updates, source = self._opened(), graph.source()
-        if updates is None or source is None:
-            return None
-        return updates.recorder_of(source, graph.variables, graph.describe)
+        if updates is None or source is None or form is None:
+            return None, ()
+        return updates.recorder_of(source, *graph.forms[form]) or (None, ())
 
     def _record_graphs(self, graphs: Sequence[_Graph]) -> None:
         """Record the updates of one call: those of the optimizer that counts steps last, since they end the step."""
-        read = [(graph, self._recorder_of(graph), graph.sink.read()) for graph in graphs]
+        read = [(graph, *graph.sink.read()) for graph in graphs]
+        for graph, _begin, made in read:
+            if made:
+                self._recorded(graph, made[0].form)  # the first optimizer of the program counts steps
         updates = self._updates
         if updates is None:
             return
         read.sort(key=lambda entry: updates.counts(entry[0].source()))
-        has_parts = len({id(graph.source()) for graph in graphs}) > 1
-        for graph, recorder, (begin, made) in read:
+        for graph, begin, made in read:
             weights, graph.weights = graph.weights, None
-            if recorder is None or not made:
+            recorder, _rows = self._recorded(graph, made[0].form if made else None)
+            if recorder is None:
                 continue
-            is_part = has_parts and not recorder.counts_steps
-            number = made[-1].number if is_part else begin
-            for update in made[-1:] if is_part else made:
-                if update.number > number:
-                    updates.session.health.count("missed_steps", update.number - number)
-                for _ in range(update.number - number):
-                    recorder.record(Update(weights=weights))
-                    weights = None
-                recorder.record(_as_update(update, weights, skips=graph.skips))
-                weights, number = None, update.number + 1
+            if len(graphs) > 1 and not recorder.counts_steps:
+                chosen = max(made, key=_importance)
+                self._record_made(graph, [chosen], chosen.number, weights or {})
+            else:
+                self._record_made(graph, made, begin, weights or {})
+
+    def _record_made(
+        self, graph: _Graph, made: Sequence[GraphUpdate], number: int, weights: Mapping[int, Any]
+    ) -> None:
+        """Record updates of one optimizer, from a number on. The weights are those before the first one."""
+        form = None
+        for update in made:
+            if update.form != form:
+                form = update.form
+                recorder, rows = self._recorded(graph, form)
+            if recorder is None:
+                return
+            arrays = tuple(weights.get(id(variable)) for variable in graph.forms[update.form][0])
+            own = HostArrays(arrays) if weights else None
+            if update.number > number:
+                self.count("missed_steps", update.number - number)
+            for _ in range(update.number - number):
+                recorder.record(Update(weights=own, rows=rows))
+                own = None
+            recorder.record(_as_update(update, own, rows, skips=graph.skips))
+            weights, number = {}, update.number + 1
 
 
-def _as_update(update: GraphUpdate, weights: HostArrays | None, *, skips: bool) -> Update:
+def _importance(update: GraphUpdate) -> tuple[bool, bool, int]:
+    """Return what decides which of several updates of an optimizer is recorded at the step of another one."""
+    return update.gradients is not None and update.is_bad, update.gradients is not None, update.number
+
+
+def _as_update(
+    update: GraphUpdate, weights: HostArrays | None, rows: Sequence[int], *, skips: bool
+) -> Update:
     is_skipped = skips and update.is_bad
     return Update(
         gradients=update.gradients,
@@ -335,6 +363,7 @@ def _as_update(update: GraphUpdate, weights: HostArrays | None, *, skips: bool) 
         hyperparameters=_rates(update.learning_rate),
         is_skipped=is_skipped,
         is_bad=update.is_bad,
+        rows=rows,
     )
 
 
@@ -342,12 +371,16 @@ def _rates(learning_rate: float | None) -> Mapping[str, float]:
     return {} if learning_rate is None else {"learning_rate": learning_rate}
 
 
-def _values_of(variables: Sequence[Any]) -> HostArrays:
-    """Return the current values of variables. They do not change with the variables: an update writes to other memory."""
-    return HostArrays(tuple(host_array(variable.read_value()) for variable in variables))
+def _value_of(variable: Any) -> Any:
+    """Return the current value of a variable. It does not change with the variable: an update writes to other memory."""
+    return host_array(variable.read_value())
 
 
-def _first_weights(variables: Sequence[Any]) -> HostArrays | None:
+def _values_of(variables: Mapping[int, Any]) -> Mapping[int, Any]:
+    return {key: _value_of(variable) for key, variable in variables.items()}
+
+
+def _first_weights(variables: Mapping[int, Any]) -> Mapping[int, Any] | None:
     """Return the values of variables at the first trace; None if they are not initialized yet."""
     try:
         with tf.init_scope():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from watchstep.capture.steps.metric_names import SCALE, SKIPPED
@@ -40,18 +40,18 @@ def check_policy(on_nonfinite: OnNonfinite) -> None:
 
 @dataclass
 class _Recorded:
-    """One optimizer with the variables of some of its updates.
+    """One optimizer.
 
     Attributes:
         source: weak reference to the object that identifies it.
         recorder: records its updates.
-        variables: ids of its variables.
+        rows: index of each variable among the recorder's parameters, by its id.
         is_current: whether it has made an update since the training began.
     """
 
     source: weakref.ref[Any]
     recorder: UpdateRecorder
-    variables: tuple[int, ...]
+    rows: dict[int, int] = field(default_factory=dict)
     is_current: bool = True
 
 
@@ -62,8 +62,8 @@ class ProgramUpdates:
     gone, or `restart` is called, the next optimizer that makes an update counts steps.
 
     Losses and metrics of the others have a number in their names: ``loss_2``. Where two optimizers of one training have different variables
-    of the same names, those of the second one begin with ``model_2``. An optimizer whose updates are of different variables, because some have no
-    gradient, has a recorder for each set of them.
+    of the same names, those of the second one begin with ``model_2``. The updates of an optimizer may be of different variables, because some have
+    no gradient.
     """
 
     def __init__(self, session: Session, on_nonfinite: OnNonfinite) -> None:
@@ -79,38 +79,35 @@ class ProgramUpdates:
         check_policy(on_nonfinite)
         self.session = session
         self.on_nonfinite = on_nonfinite
-        self._recorded: dict[tuple[int, ...], _Recorded] = {}
+        self._recorded: dict[int, _Recorded] = {}
         self._counting: int | None = None
         self._by_hand = False
 
     def recorder_of(
         self, source: Any, variables: Sequence[Any], describe: Callable[[], Sequence[TensorInfo]]
-    ) -> UpdateRecorder | None:
+    ) -> tuple[UpdateRecorder, Sequence[int]] | None:
         """Return the recorder of an optimizer.
 
         Args:
             source: identifies the optimizer; weakly referenced.
-            variables: the variables that it updates.
-            describe: returns the descriptions of its parameters. Called at its first update.
+            variables: the variables of an update.
+            describe: returns the descriptions of these variables. Called at the first update of one of them.
 
         Returns:
-            The recorder; None for one optimizer more than the limit, which is counted in health.
+            The recorder, and the index of each variable among its parameters. None for one optimizer more than the limit, which is counted in
+            health.
         """
-        identities = tuple(map(id, variables))
-        key = (id(source), *identities)
-        recorded = self._recorded.get(key)
+        recorded = self._recorded.get(id(source))
         if recorded is None or recorded.source() is not source:
-            self._forget_gone()
+            self._make_place()
             if len(self._recorded) >= _MAX_RECORDERS:
                 self.session.health.count("unobserved_optimizers")
                 return None
-            recorder = UpdateRecorder(
-                self.session,
-                self._known(source, self._distinct(describe(), identities), identities),
-                on_nonfinite=self.on_nonfinite,
-                counts_steps=False,
-            )
-            recorded = self._recorded[key] = _Recorded(weakref.ref(source), recorder, identities)
+            recorder = UpdateRecorder(self.session, (), on_nonfinite=self.on_nonfinite, counts_steps=False)
+            recorded = self._recorded[id(source)] = _Recorded(weakref.ref(source), recorder)
+        identities = list(map(id, variables))
+        if not recorded.rows.keys() >= set(identities):
+            self._extend(recorded, describe(), identities)
         recorded.is_current = True
         if self._counting is None:
             self._counting = id(source)
@@ -118,48 +115,40 @@ class ProgramUpdates:
         if self.counts(source):
             recorder.counts_steps, recorder.number = not self._by_hand, 1
         elif recorder.number == 1:
-            recorder.number = self._number_of(source)
-        return recorder
+            used = {other.recorder.number for other in self._recorded.values()}
+            recorder.number = min(set(range(2, _MAX_RECORDERS + 2)) - used)
+        return recorder, [recorded.rows[identity] for identity in identities]
 
-    def _number_of(self, source: Any) -> int:
-        """Return the number of an optimizer that does not count steps."""
-        all_recorded = list(self._recorded.values())
-        own = max(recorded.recorder.number for recorded in all_recorded if recorded.source() is source)
-        used = {recorded.recorder.number for recorded in all_recorded}
-        return own if own > 1 else min(set(range(2, _MAX_RECORDERS + 2)) - used)
+    def _extend(self, recorded: _Recorded, infos: Sequence[TensorInfo], identities: Sequence[int]) -> None:
+        """Add variables to those of an optimizer, with names that no others of this optimizer have."""
+        used = {info.name for info in recorded.recorder.parameters}
+        added = []
+        for identity, info in zip(identities, self._distinct(recorded, infos, identities), strict=True):
+            if identity in recorded.rows:
+                continue
+            name, number = info.name, 1
+            while name in used:
+                number += 1
+                name = f"{info.name}_{number}"
+            used.add(name)
+            recorded.rows[identity] = len(recorded.rows)
+            added.append(replace(info, name=name))
+        recorded.recorder.extend(added)
 
-    def _distinct(self, infos: Sequence[TensorInfo], identities: Sequence[int]) -> Sequence[TensorInfo]:
-        """Return descriptions with names that no other variables of this training have."""
+    def _distinct(
+        self, recorded: _Recorded, infos: Sequence[TensorInfo], identities: Sequence[int]
+    ) -> Sequence[TensorInfo]:
+        """Return descriptions with names that no other variables of other optimizers of this training have."""
         names = {
             info.name
             for other in self._recorded.values()
-            if other.is_current and not set(other.variables) & set(identities)
+            if other is not recorded and other.is_current and not other.rows.keys() & set(identities)
             for info in other.recorder.parameters
         }
         chosen, number = infos, 1
         while names & {info.name for info in chosen}:
             number += 1
             chosen = prefixed(infos, f"model_{number}")
-        return chosen
-
-    def _known(
-        self, source: Any, infos: Sequence[TensorInfo], identities: Sequence[int]
-    ) -> Sequence[TensorInfo]:
-        """Return descriptions in which variables of other updates of an optimizer have the names that they have there."""
-        known = {
-            identity: info
-            for recorded in self._recorded.values()
-            if recorded.source() is source
-            for identity, info in zip(recorded.variables, recorded.recorder.parameters, strict=False)
-        }
-        used = {info.name for info in known.values()}
-        chosen = []
-        for identity, info in zip(identities, infos, strict=False):
-            name, number = info.name, 1
-            while identity not in known and name in used:
-                number += 1
-                name = f"{info.name}_{number}"
-            chosen.append(known.get(identity, replace(info, name=name)))
         return chosen
 
     def counts(self, source: Any) -> bool:
@@ -178,8 +167,16 @@ class ProgramUpdates:
         for recorded in self._recorded.values():
             recorded.recorder.counts_steps = False
 
-    def _forget_gone(self) -> None:
-        for key in [key for key, recorded in self._recorded.items() if recorded.source() is None]:
-            del self._recorded[key]
-            if self._counting == key[0]:
+    def _make_place(self) -> None:
+        """Forget optimizers that are gone, and, at the limit, the first one that has made no update in this training."""
+        recorded = self._recorded
+        forgotten = [key for key, entry in recorded.items() if entry.source() is None]
+        if len(recorded) - len(forgotten) >= _MAX_RECORDERS:
+            earlier = [
+                key for key, entry in recorded.items() if not entry.is_current and key not in forgotten
+            ]
+            forgotten += earlier[:1]
+        for key in forgotten:
+            del recorded[key]
+            if self._counting == key:
                 self._counting = None

@@ -19,8 +19,10 @@ from watchstep.kernels.native_kernel import MemoryRange
 class TensorValues(Protocol):
     """The tensors of one role at one update, in the order of the parameters. A tensor may be missing."""
 
-    is_measured: ClassVar[bool]
-    """Whether a device has measured them at a cadence of its own: they are recorded whether they are due or not."""
+    @property
+    def is_measured(self) -> bool:
+        """Whether a device has measured them at a cadence of its own: they are recorded whether they are due or not."""
+        ...
 
     def measure(self, rows: Sequence[int]) -> tuple[list[int], Measurement]:
         """Measure some tensors.
@@ -125,3 +127,35 @@ class MeasuredRows:
     def array(self, row: int) -> NDArray[Any] | None:  # noqa: ARG002 - as above
         """Return None."""
         return None
+
+
+@dataclass(frozen=True)
+class PartialValues:
+    """The tensors of an update of some of the parameters.
+
+    Attributes:
+        values: the tensors, in the order of the update.
+        rows: index of the parameter of each.
+    """
+
+    values: TensorValues
+    rows: Sequence[int]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a device has measured them."""
+        return self.values.is_measured
+
+    def measure(self, rows: Sequence[int]) -> tuple[list[int], Measurement]:
+        """Measure some tensors."""
+        places = {row: place for place, row in enumerate(self.rows)}
+        indices, measurement = self.values.measure([places[row] for row in rows if row in places])
+        return [self.rows[place] for place in indices], measurement
+
+    def has_nonfinite(self, turn: int, slices: int) -> bool:
+        """Return whether an element is NaN or infinite."""
+        return self.values.has_nonfinite(turn, slices)
+
+    def array(self, row: int) -> NDArray[Any] | None:
+        """Return the elements of a tensor."""
+        return self.values.array(self.rows.index(row)) if row in self.rows else None

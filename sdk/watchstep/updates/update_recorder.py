@@ -21,7 +21,7 @@ from watchstep.errors import ConfigError
 from watchstep.format import tensors
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.stopping import OnNonfinite
-from watchstep.updates.tensor_values import TensorValues
+from watchstep.updates.tensor_values import PartialValues, TensorValues
 
 _SLICES = 8
 _REPEAT_INTERVAL = 1000
@@ -47,6 +47,7 @@ class Update:
         is_withheld: whether the program left the update out as the gate policy requests.
         is_bad: whether the device has found NaN or infinity in the gradients; None if that was not checked there.
         places: for each role, which part of each parameter's tensor was measured; those of the recorder for a role that is missing or empty.
+        rows: index of the parameter of each tensor; None for tensors of all parameters, in their order.
     """
 
     gradients: TensorValues | None = None
@@ -58,6 +59,7 @@ class Update:
     is_withheld: bool = False
     is_bad: bool | None = None
     places: Mapping[Role, Sequence[Placement]] = field(default_factory=dict)
+    rows: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,7 @@ class UpdateRecorder:
         self._schedule = session.schedule
         self._policy = policy
         self._places = tuple(places) or (Placement(),) * len(parameters)
-        self._described: dict[Role, _Described] = {
-            "weight": self._describe(parameters),
-            "gradient": self._describe(
-                [replace(info, name=f"{info.name}:gradient", role="gradient") for info in parameters]
-            ),
-        }
+        self._described = self._describe_roles()
         self.bundle_bad_step: Callable[[int], None] | None = None
         """Bundles the step with NaN or infinity that is being recorded; None if its inputs are gone."""
         self.record_activations: Callable[[int], None] | None = None
@@ -146,6 +143,16 @@ class UpdateRecorder:
         self._hyperparameters: dict[str, tuple[int, float]] = {}
         self._records_metrics = tensors.METRICS in session.config.chosen
         self._schedule.measure_floor(own_work)
+
+    def extend(self, parameters: Sequence[TensorInfo]) -> None:
+        """Add whole parameters, of which earlier updates had none."""
+        self.parameters += tuple(parameters)
+        self._places += (Placement(),) * len(parameters)
+        self._described = self._describe_roles()
+
+    def _describe_roles(self) -> dict[Role, _Described]:
+        gradients = [replace(info, name=f"{info.name}:gradient", role="gradient") for info in self.parameters]
+        return {"weight": self._describe(self.parameters), "gradient": self._describe(gradients)}
 
     def _describe(self, infos: Sequence[TensorInfo]) -> _Described:
         session = self._session
@@ -379,4 +386,8 @@ def _values_of(update: Update) -> list[tuple[Role, TensorValues]]:
         ("weight", update.weights),
         ("gradient", update.gradients),
     ]
-    return [(role, values) for role, values in roles if values is not None]
+    return [
+        (role, values if update.rows is None else PartialValues(values, update.rows))
+        for role, values in roles
+        if values is not None
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -258,6 +259,35 @@ def test_updates_of_changing_variables_have_their_own_rows_and_steps(programs: R
     assert len(figures(run, "second.kernel")) == 2
 
 
+@pytest.mark.parametrize("backend", UNUSUAL_BACKENDS)
+def test_updates_of_many_sets_of_variables_are_all_recorded(programs: RecordedPrograms, backend: str) -> None:
+    run = programs.run(backend, "changing_layers")
+    means = programs.results(backend)["changing_layers"]["losses"]
+    assert run.steps("train") == list(range(10))
+    for number in range(10):
+        name = next(found for found in run.tensors() if found.endswith(f"layer_{number}.kernel:gradient"))
+        recorded = figures(run, name)
+        expected = {step: row[number] for step, row in enumerate(means[:9]) if step != number}
+        assert {step: recorded[step] for step in recorded if step < 9} == pytest.approx(expected, rel=1e-5)
+        assert bad_steps(run, [name.removesuffix(":gradient")]) == ({9} if number != 9 else set())
+
+
+@needs_tensorflow
+def test_updates_of_alternating_variables_in_a_loop_keep_their_order(programs: RecordedPrograms) -> None:
+    run = programs.run("tensorflow", "alternating_layers")
+    assert bad_steps(run, ["out.kernel"]) == {5}
+    assert set(figures(run, "gradients:nonfinite_applied")) == {5, 6, 7}
+    assert all(math.isfinite(value) for value in values(run, "loss")[:2])
+
+
+@needs_tensorflow
+def test_gradients_of_several_updates_at_a_step_of_another_optimizer(programs: RecordedPrograms) -> None:
+    run = programs.run("tensorflow", "adversarial_rounds")
+    means = programs.results("tensorflow")["adversarial_rounds"]["losses"]
+    assert run.steps("train") == [0, 1, 2, 3]
+    assert values(run, "judged.kernel:gradient") == pytest.approx(means, rel=1e-5)
+
+
 @needs_tensorflow
 def test_the_end_of_an_epoch_is_no_step(programs: RecordedPrograms) -> None:
     run = programs.run("tensorflow", "unknown_size")
@@ -291,6 +321,15 @@ def test_a_second_training_with_more_variables_counts_steps(programs: RecordedPr
     assert result["equal"]
     assert result["faults"] == {}
     assert programs.run("jax", "two_trainings").steps("train") == list(range(8))
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "tensorflow"])
+def test_each_of_many_trainings_counts_steps(programs: RecordedPrograms, backend: str) -> None:
+    run = programs.run(backend, "many_trainings")
+    result = programs.results(backend)["many_trainings"]
+    assert result["equal"]
+    assert result["faults"] == {}
+    assert figures(run, "loss") == pytest.approx(dict(enumerate(result["losses"])), rel=1e-5)
 
 
 @pytest.mark.parametrize("backend", UNUSUAL_BACKENDS)

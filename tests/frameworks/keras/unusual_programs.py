@@ -175,6 +175,104 @@ def seldom_used(record: Wrap) -> Any:
     return results, bits(model)
 
 
+def changing_layers(record: Wrap) -> Any:
+    """Each of ten updates leaves out another layer. Inputs of the last one are NaN. Returns the means of the gradients by layer."""
+    layers = [keras.layers.Dense(6, name=f"layer_{number}") for number in range(10)]
+    for layer in layers:
+        layer.build((None, 6))
+    kernels = [layer.kernel for layer in layers]
+    optimizer = keras.optimizers.SGD(0.01)
+    optimizer.build(kernels)
+    record()
+
+    def loss_of(left_out: int) -> Any:
+        x = keras.ops.convert_to_tensor(data()[0][0]) * (np.nan if left_out == 9 else 1.0)
+        for number, layer in enumerate(layers):
+            x = x if number == left_out else x + keras.ops.tanh(layer(x))
+        return keras.ops.mean(x**2)
+
+    means = []
+    for left_out in range(10):
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                loss = loss_of(left_out)
+            gradients = tape.gradient(loss, [kernel.value for kernel in kernels])
+            optimizer.apply(gradients, kernels)
+        else:
+            import torch
+
+            for kernel in kernels:
+                kernel.value.grad = None
+            loss_of(left_out).backward()
+            gradients = [kernel.value.grad for kernel in kernels]
+            with torch.no_grad():
+                optimizer.apply(gradients, kernels)
+        means.append([None if one is None else float(keras.ops.mean(one)) for one in gradients])
+    return means, "".join(
+        np.asarray(keras.ops.convert_to_numpy(kernel)).tobytes().hex() for kernel in kernels
+    )
+
+
+def alternating_layers(record: Wrap) -> Any:
+    """A loop of a graph updates two layers in turn. The inputs of the sixth update are NaN."""
+    import tensorflow as tf
+
+    model = classifier(keras.optimizers.SGD(0.1))
+    compute = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    variables = model.trainable_variables
+    model.optimizer.build(variables)
+    record()
+    x, y = data()[0]
+
+    @tf.function
+    def steps(begin: Any) -> Any:
+        for number in tf.range(begin, begin + 4):
+            with tf.GradientTape() as tape:
+                value = compute(y, model(x * tf.where(number == 5, np.nan, 1.0)))
+            gradients = tape.gradient(value, variables)
+            if number % 2 == 0:
+                model.optimizer.apply(gradients[:2], variables[:2])
+            else:
+                model.optimizer.apply(gradients[2:], variables[2:])
+
+    for begin in (0, 4):
+        steps(tf.constant(begin))
+    return [], bits(model)
+
+
+def adversarial_rounds(record: Wrap) -> Any:
+    """At each step of a generator, a graph updates its discriminator three times. Returns the means of its first gradient."""
+    import tensorflow as tf
+
+    models = [
+        keras.Sequential([keras.Input((6,)), keras.layers.Dense(size, name=name)])
+        for size, name in ((6, "made"), (1, "judged"))
+    ]
+    generator, discriminator = models
+    optimizers = [keras.optimizers.SGD(0.01), keras.optimizers.SGD(0.02)]
+    for optimizer, model in zip(optimizers, models, strict=True):
+        optimizer.build(model.trainable_variables)
+    record()
+
+    def update(number: int, loss: Callable[[], Any]) -> Any:
+        with tf.GradientTape() as tape:
+            value = loss()
+        variables = models[number].trainable_variables
+        gradients = tape.gradient(value, variables)
+        optimizers[number].apply(gradients, variables)
+        return tf.reduce_mean(gradients[0])
+
+    @tf.function
+    def step(x: Any) -> Any:
+        update(0, lambda: tf.reduce_mean(discriminator(generator(x))))
+        means = [update(1, lambda: tf.reduce_mean(discriminator(x) ** 2)) for _ in range(3)]
+        return means[0]
+
+    return [float(step(tf.constant(x))) for x, _ in data()], bits(*models)
+
+
 def unknown_size(record: Wrap) -> Any:
     """At the end of each epoch, the compiled step raises that there is no further batch."""
     import tensorflow as tf
@@ -260,6 +358,20 @@ def two_trainings(record: Wrap) -> Any:
     return first + fitted(model, list), bits(model)
 
 
+def many_trainings(record: Wrap) -> Any:
+    """A further layer is trained in each of ten calls of ``fit``."""
+    layers = [keras.layers.Dense(6, name=f"layer_{number}", trainable=False) for number in range(10)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    x, _ = data()[0]
+    callbacks, losses, optimizers = record(), [], []
+    for layer in layers:
+        layer.trainable = True
+        optimizers.append(keras.optimizers.SGD(0.1))
+        model.compile(optimizers[-1], loss="mse")
+        losses += model.fit(x, x, batch_size=BATCH, verbose=0, callbacks=callbacks).history["loss"]
+    return losses, bits(model)
+
+
 def one_replica(record: Wrap) -> Any:
     import tensorflow as tf
 
@@ -296,10 +408,10 @@ def copied(record: Wrap) -> Any:
 KINDS: dict[str, tuple[Callable[[Wrap], Any], ...]] = {
     "tensorflow": (
         own_updates, copied, adversarial, alternating, evaluating, several_losses, one_replica, seldom_used, unknown_size, checked,
-        plain_variables, fit_within_fit,
+        plain_variables, fit_within_fit, changing_layers, alternating_layers, adversarial_rounds,
     ),
-    "torch": (own_updates, copied, alternating, evaluating, fit_within_fit),
-    "jax": (two_trainings,),
+    "torch": (own_updates, copied, alternating, evaluating, fit_within_fit, changing_layers, many_trainings),
+    "jax": (two_trainings, many_trainings),
 }  # fmt: skip
 
 
