@@ -62,7 +62,7 @@ class _Graph:
     Attributes:
         source: weak reference to the optimizer.
         sink: its variables in graphs.
-        forms: the variables of its updates, which differ if some have no gradient, and what returns their descriptions; by the sink's index.
+        forms: the variables of its updates, which differ if some have no gradient, and their descriptions; by the sink's index.
         variables: all these variables, by their id.
         skips: whether updates that are not finite are left out.
         functions: functions that have made its updates.
@@ -71,7 +71,7 @@ class _Graph:
 
     source: weakref.ref[Any]
     sink: GraphSink
-    forms: dict[int, tuple[Sequence[Any], Callable[[], Sequence[TensorInfo]]]] = field(default_factory=dict)
+    forms: dict[int, tuple[Sequence[Any], Sequence[TensorInfo]]] = field(default_factory=dict)
     variables: dict[int, Any] = field(default_factory=dict)
     skips: bool = False
     functions: FunctionSet = field(default_factory=FunctionSet)
@@ -256,7 +256,8 @@ class GraphUpdates:
             learning_rate=update.learning_rate,
         )
         graph.functions.add(function)
-        graph.forms.setdefault(form, (tuple(update.variables), update.describe))
+        if form not in graph.forms:
+            graph.forms[form] = tuple(update.variables), tuple(update.describe())
         graph.skips = update.is_finite is not None
         added = {key: variable for key, variable in added.items() if key not in graph.variables}
         graph.variables.update(added)
@@ -301,7 +302,8 @@ class GraphUpdates:
         updates, source = self._opened(), graph.source()
         if updates is None or source is None or form is None:
             return None, ()
-        return updates.recorder_of(source, *graph.forms[form]) or (None, ())
+        variables, infos = graph.forms[form]
+        return updates.recorder_of(source, variables, lambda: infos) or (None, ())
 
     def _record_graphs(self, graphs: Sequence[_Graph]) -> None:
         """Record the updates of one call: those of the optimizer that counts steps last, since they end the step."""
