@@ -103,7 +103,7 @@ class BatchedOutputs:
         for output in of.outputs:
             if type(output) is not Tensor or not output.is_cpu or not output.is_floating_point():
                 return False
-            if output.layout is not torch.strided:
+            if output.layout is not torch.strided or output.is_inference():  # whose changes are not counted
                 return False
             size += output.numel() * output.element_size()
         if size > _MOST_BYTES_OF_ONE:
@@ -129,7 +129,8 @@ class BatchedOutputs:
         waiting, self._waiting, self._bytes = list(self._waiting.values()), {}, 0
         charged, self._charged = self._charged, {}
         if self._step != self._recorder.step:  # the pass did not end, and its step did
-            self._health.count("dropped_rows", sum(len(each.of.outputs) for each in waiting))
+            lost = [each.of.outputs for each in waiting if each.checksums is None]
+            self._health.count("dropped_rows", sum(map(len, lost)))
             return
         unchanged = [each for each in waiting if self._is_unchanged(each)]
         measured = [each.of for each in unchanged if each.checksums is None]
@@ -143,11 +144,11 @@ class BatchedOutputs:
 
     def _is_unchanged(self, waiting: _Waiting) -> bool:
         stability, outputs = waiting.of.stability, waiting.of.outputs
+        stability.is_changed = [version_of(output) for output in outputs] != waiting.versions
         if waiting.checksums is not None:
-            stability.is_changed = not torch.equal(checksums(outputs), waiting.checksums)
+            stability.is_changed |= not torch.equal(checksums(outputs), waiting.checksums)
             stability.unchanged += 1
-        elif [version_of(output) for output in outputs] != waiting.versions:
-            stability.is_changed = True
+        elif stability.is_changed:
             self._health.count("changed_outputs", len(outputs))
         return not stability.is_changed
 
