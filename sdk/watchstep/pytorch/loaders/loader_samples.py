@@ -1,4 +1,4 @@
-"""Samples of the batches that PyTorch's data loaders yield to a training."""
+"""ElementSamples of the batches that PyTorch's data loaders yield to a training."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from watchstep.pytorch.kernel import Checksums
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.parameters.amp import PLAIN, Scaling, measure_unscaled, unscaled
-from watchstep.pytorch.probes.staging import Samples, elements_of_each, has_all_memory, views
+from watchstep.pytorch.probes.staging import ElementSamples, elements_of_each, has_all_memory, views
 from watchstep.pytorch.probes.weights import (
     GradientCosine,
     PercentileRange,
@@ -128,12 +128,12 @@ class MeasuredGradients:
 
 @dataclass
 class _Before:
-    """Samples of weights before an update."""
+    """ElementSamples of weights before an update."""
 
     charged: str
     part: _Part
     condition: Condition | None
-    samples: Samples
+    samples: ElementSamples
 
 
 class Parameters:
@@ -353,7 +353,7 @@ class Parameters:
             part = _Part(whole.collections, [n for n in whole.members if n.parameter.requires_grad])
             if part.members:
                 with torch.no_grad():
-                    samples = Samples.of(views([n.parameter for n in part.members], most))
+                    samples = ElementSamples.of(views([n.parameter for n in part.members], most))
                 samples_before.append(_Before(charged, part, condition, samples))
             self._schedule.spent(charged, since)
         self._before[optimizer] = samples_before
@@ -369,7 +369,7 @@ class Parameters:
             since = self._schedule.now()
             part = before.part
             with torch.no_grad():
-                after = Samples.of(views([named.parameter for named in part.members], most))
+                after = ElementSamples.of(views([named.parameter for named in part.members], most))
                 changes = after.minus(before.samples).each()
             update = Cached(self._kernel.measure(changes))
             probes: tuple[Probe, ...] = ()

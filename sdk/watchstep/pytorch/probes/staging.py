@@ -1,6 +1,6 @@
 """Tools of probes: asynchronous copies of small tensors from a device, and samples of large tensors.
 
-Samples use the same elements each time, so that two moments can be compared without a second model: all elements of a small
+ElementSamples use the same elements each time, so that two moments can be compared without a second model: all elements of a small
 tensor, evenly spaced elements of a large one. A mean square over n of them estimates that of the whole tensor with a relative
 standard error of about sqrt(2 / n) for normal elements: 1.1 percent at 16,384.
 """
@@ -72,7 +72,7 @@ def has_all_memory(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Samples:
+class ElementSamples:
     """Copies of one-dimensional tensors in float32. Those of one device share memory, so that one operation handles all of them.
 
     Attributes:
@@ -84,7 +84,7 @@ class Samples:
     parts: list[tuple[list[int], Tensor]]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Samples:
+    def of(cls, tensors: Sequence[Tensor]) -> ElementSamples:
         """Copy tensors of shape (n,) each, with any n and dtype.
 
         Raises:
@@ -101,7 +101,7 @@ class Samples:
         ]
         return cls([len(tensor) for tensor in tensors], parts)
 
-    def minus(self, others: Samples) -> Samples:
+    def minus(self, others: ElementSamples) -> ElementSamples:
         """Return the differences to earlier copies of the same tensors.
 
         Raises:
@@ -114,7 +114,7 @@ class Samples:
         differences = [
             (places, new - old) for (places, new), (_, old) in zip(self.parts, others.parts, strict=True)
         ]
-        return Samples(self.lengths, differences)
+        return ElementSamples(self.lengths, differences)
 
     def each(self) -> list[Tensor]:
         """Return the copy of each tensor."""

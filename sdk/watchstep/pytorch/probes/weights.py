@@ -45,7 +45,14 @@ from torch import Tensor
 from watchstep.capture.config import PERCENTILE_RANGE, UNCHANGED, WEIGHT_CHANGE, ElementProbe, of_kind
 from watchstep.format.statistics import Floats, StatisticsBatch
 from watchstep.kernels.measurement import Measurement
-from watchstep.pytorch.probes.staging import HostCopy, Samples, elements_of_each, stacked, views, wide_float
+from watchstep.pytorch.probes.staging import (
+    ElementSamples,
+    HostCopy,
+    elements_of_each,
+    stacked,
+    views,
+    wide_float,
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ class GradientCosine:
         is_whole = len(owners) >= len(self._before)
         figures, is_comparable = [], []
         for owner, now in zip(
-            owners, Samples.of(views(gradients, elements_of_each(size))).each(), strict=True
+            owners, ElementSamples.of(views(gradients, elements_of_each(size))).each(), strict=True
         ):
             square = torch.dot(now, now)
             old, old_square = self._before.get(id(owner), (now, square))
