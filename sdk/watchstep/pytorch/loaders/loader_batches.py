@@ -42,7 +42,7 @@ _MAX_REQUESTS = 4096
 """Requests whose ids are remembered. More are outstanding only with very many workers."""
 
 _MAX_COPIED = 2**20
-"""ElementSamples of a batch whose ids are reported."""
+"""Samples of a batch whose ids are reported."""
 
 _MAX_NESTED = 16
 """Subsets of subsets that are resolved."""

@@ -1,4 +1,4 @@
-"""ElementSamples of the batches that PyTorch's data loaders yield to a training."""
+"""Samples of the batches that PyTorch's data loaders yield to a training."""
 
 from __future__ import annotations
 

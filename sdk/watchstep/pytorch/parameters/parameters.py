@@ -128,7 +128,7 @@ class MeasuredGradients:
 
 @dataclass
 class _Before:
-    """ElementSamples of weights before an update."""
+    """Samples of weights before an update."""
 
     charged: str
     part: _Part

@@ -1,6 +1,6 @@
 """Tools of probes: asynchronous copies of small tensors from a device, and samples of large tensors.
 
-ElementSamples use the same elements each time, so that two moments can be compared without a second model: all elements of a small
+Samples use the same elements each time, so that two moments can be compared without a second model: all elements of a small
 tensor, evenly spaced elements of a large one. A mean square over n of them estimates that of the whole tensor with a relative
 standard error of about sqrt(2 / n) for normal elements: 1.1 percent at 16,384.
 """
