@@ -12,7 +12,7 @@ INSTALL := PYTHON=$(PYTHON) infra/environment.sh
 # Compiling the tests anew in each process, with their asserts rewritten, takes 10 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo page environments test test-ci test-release test-web test-faults test-stores test-frameworks test-life lint bench bench-service bench-frameworks docs client wheel lock matrix clean
+.PHONY: demo page environment environments test test-ci test-release test-web test-faults test-stores test-frameworks test-life lint bench bench-service bench-frameworks docs client wheel lock matrix clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -141,6 +141,9 @@ $(CLIENT)/.installed: requirements/client.txt
 	touch $@
 
 # All that `.ci/run` needs, installed one after the other.
+# What `make test` needs.
+environment: $(STAMP) $(PAGE)
+
 environments: $(STAMP) $(PAGE) $(FRAMEWORKS)/.installed $(STORES)/.installed $(AZURITE)/.installed $(DOCS)/.installed $(CLIENT)/.installed
 
 client: $(CLIENT)/.installed
