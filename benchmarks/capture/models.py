@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 _WORDS = 2000
 _WIDTH = 512
+_ACTIONS = 6
 
 
 class Transformer(nn.Module):
@@ -205,6 +207,24 @@ class AdversarialTraining(Training):
         self.generator_optimizer.step()
 
 
+@dataclass(frozen=True)
+class PolicyTraining(Training):
+    """An actor and a critic, parts of ``model``: as in PPO (Schulman et al. 2017), the program calls them and never the model itself."""
+
+    def backward(self) -> Tensor:
+        actor, critic = self.model.children()
+        self.optimizer.zero_grad()
+        chosen = functional.log_softmax(actor(self.inputs), -1).gather(1, self.labels[:, None])[:, 0]
+        ratio = torch.exp(chosen + math.log(_ACTIONS))  # to a policy that chooses each action as often
+        reward = (self.labels == 0).float()
+        values = critic(self.inputs)[:, 0]
+        advantage = (reward - values).detach()
+        gains = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        loss = functional.mse_loss(values, reward) - gains.mean()
+        loss.backward()
+        return loss
+
+
 def _judged(logits: Tensor, truth: float) -> Tensor:
     return functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, truth))
 
@@ -266,6 +286,15 @@ def _pictures() -> tuple[nn.Module, Tensor, Tensor]:
     return _discriminator(), torch.rand(32, 3, 32, 32), torch.ones(32)
 
 
+def _observations() -> tuple[nn.Module, Tensor, Tensor]:
+    parts = {name: _policy_network(outputs) for name, outputs in (("actor", _ACTIONS), ("critic", 1))}
+    return nn.ModuleDict(parts), torch.randn(64, 17), torch.randint(_ACTIONS, (64,))
+
+
+def _policy_network(outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(17, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
+
+
 def _few_rows() -> tuple[nn.Module, Tensor, Tensor]:
     return _many_modules(), torch.randn(16, 8), torch.randint(8, (16,))
 
@@ -278,6 +307,7 @@ WORKLOADS = {
     "gpt": Workload("character GPT 0.46 M, 4 micro-batches of 12x64", _text, 4, 110, 4),
     "encoder": Workload("encoder of two layers, 2 micro-batches of 16x64 tokens", _sentences, 4, 110, 2),
     "dcgan": Workload("DCGAN, batch 32", _pictures, 4, 110, kind=AdversarialTraining),
+    "ppo": Workload("PPO, actor and critic, batch 64", _observations, 40, 200, kind=PolicyTraining),
     "modules": Workload("400 modules, 8 micro-batches", _few_rows, 4, 110, 8),
 }
 QUICK_WORKLOADS = ("mlp",)

@@ -46,6 +46,7 @@ _SHORT = {
     "gpt": Turns(20, 4),
     "encoder": Turns(20, 4),
     "dcgan": Turns(20, 4),
+    "ppo": Turns(20, 40),
     "modules": Turns(20, 4),
 }
 # The budget does not do the same at each step, so its blocks are long.
@@ -57,6 +58,7 @@ _LONG = {
     "gpt": Turns(10, 20, _DENSE),
     "encoder": Turns(10, 20, _DENSE),
     "dcgan": Turns(10, 20, _DENSE),
+    "ppo": Turns(10, 100, _DENSE),
     "modules": Turns(10, 20, _DENSE),
 }
 _QUICK = Turns(4, 2)

@@ -368,6 +368,7 @@ class Watch:
         self._in_closure = None
         if self._captured():
             return
+        self._activations.end_pass()
         self._overdue.step_ends()
         updated = self._parameters.of(optimizer)
         if has_closure and not self._closure_called:  # the argument was not a closure
@@ -477,6 +478,7 @@ class Watch:
     def step_by_hand(self) -> None:
         """Handle the end of a step that the program reports, from its training thread. From now on no optimizer's steps count."""
         self.counts_steps = False
+        self._activations.end_pass()
         self._passes.set_training_thread()
 
     def _pass_begins(self, mode: Mode | None) -> None:

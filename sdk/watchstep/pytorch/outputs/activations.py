@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -263,9 +261,12 @@ class ActivationHooks:
             self._keep_hooks(is_due or self._has_parts or not self._saved_outputs.is_ready)
             learns = mode == "train" and self._has_hooks and self._saved_outputs.begin()
             if mode == "train" and not (is_due or learns or self._unseen):
-                self._unmeasured.step, self._unmeasured.thread = self._recorder.step, get_ident()
-                self._unmeasured.time_ns = time.time_ns()
+                self._unmeasured.begin(of_parts=False)
         self._schedule.dispatched(self.dispatch_seconds)
+
+    def end_pass(self) -> None:
+        """End a pass that the program makes by calling modules, with the update at the latest."""
+        self._unmeasured.step = -1
 
     def _any_due(self, mode: Mode) -> bool:
         """Return whether something is due for a module in a pass that begins."""
@@ -278,6 +279,10 @@ class ActivationHooks:
         if mode != "train" or self._measured != (step, self._hooked):
             return bool(due)
         return not all(self._schedule.is_sampled(charged, step) for charged in due)
+
+    def _only_notes(self) -> bool:
+        """Return whether hooks only note outputs in the rest of a pass that the program makes by calling modules."""
+        return not (self._unseen or self._session.full_tensors.active or self._any_due("train"))
 
     def _keep_hooks(self, needed: bool) -> None:
         """Register the hooks of layers, or remove those that have been called."""
@@ -356,6 +361,8 @@ class ActivationHooks:
                 part_called(observed.path, mode)
             self._has_parts = True
         self._decide_for(mode)
+        if self._passes.outside and mode == "train" and not observed.is_model and self._only_notes():
+            self._unmeasured.begin(of_parts=True)
         if self._session.full_tensors.active:
             self._save(observed.output, output, mode)
             self._save(observed.input, given, mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from threading import get_ident
@@ -60,22 +61,30 @@ class Removable(Protocol):
 
 
 class UnmeasuredPass:
-    """A training pass of the model's own ``forward`` in which nothing is due, so that hooks only note outputs.
+    """A training pass in which nothing is due, so that hooks only note outputs.
 
     Attributes:
         step: Step of the pass; -1 outside of such a pass.
         thread: Thread of the pass.
         time_ns: Time of the pass, in nanoseconds since the epoch.
+        of_parts: Whether the program calls modules of the model, and not the model itself. Then calls without gradients are not of the pass,
+            and a loss that is logged as NaN ends it.
         output: The output of the model in the last such pass.
         note: Notes an output, see `LiveOutputs.append`.
     """
 
-    __slots__ = ("note", "output", "recorder", "session", "step", "thread", "time_ns")
+    __slots__ = ("note", "of_parts", "output", "recorder", "session", "step", "thread", "time_ns")
 
     def __init__(self, session: Session, live: LiveOutputs) -> None:
         self.step, self.thread, self.time_ns = -1, -1, 0
+        self.of_parts = False
         self.output: weakref.ref[Tensor] | None = None
         self.recorder, self.session, self.note = session.recorder, session, live.append
+
+    def begin(self, *, of_parts: bool) -> None:
+        """Begin such a pass on this thread."""
+        self.step, self.thread, self.of_parts = self.recorder.step, get_ident(), of_parts
+        self.time_ns = time.time_ns()
 
 
 class NotingHook(ModuleHook):
@@ -111,6 +120,7 @@ class NotingHook(ModuleHook):
             and unmeasured.thread == get_ident()
             and graph_task_id.value() == -1
             and functorch_level.value() is None
+            and not (unmeasured.of_parts and (unmeasured.recorder.logged_nan or not torch.is_grad_enabled()))
         ):
             unmeasured.note((self._describe, (weakref.ref(noted),), (version_of(noted),), unmeasured.time_ns))
         else:

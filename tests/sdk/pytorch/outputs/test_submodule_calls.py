@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.sdk.training import EVERY_STEP, recorded, watching
-from watchstep import CaptureConfig, Hook
+from watchstep import Cadence, CaptureConfig, Collection, Hook
 
 NAN = math.nan
 OBSERVED, BATCH, EPOCHS = 64, 16, 2
@@ -192,6 +192,31 @@ def test_a_program_that_skips_every_bad_loss_makes_no_progress(tmp_path: Path, l
         optimizer.step()
     table = recorded(hook).tensor("updates:missing").statistics().to_pylist()
     assert max(row["mean"] for row in table) >= 50
+
+
+def test_outputs_of_a_bad_pass_of_parts_are_recorded_where_nothing_is_due(tmp_path: Path) -> None:
+    rare = {"activations": Collection(Cadence(every=10)), "losses": Collection()}
+    agent, optimizer, hook = watched(
+        tmp_path, CaptureConfig(collections=rare, system=None, overhead_budget=None)
+    )
+    for step in range(21):
+        with torch.no_grad():  # of a rollout, and of a target within the pass: neither is trained
+            agent.actor(torch.ones(5, 4))
+        hidden = agent.actor[:2](torch.full((3, 4), NAN if step == 17 else 1.0))
+        with torch.no_grad():
+            agent.critic(torch.ones(7, 4))
+        optimizer.zero_grad()
+        agent.actor[2](hidden).sum().backward()
+        optimizer.step()
+    run = recorded(hook)
+    hidden_rows = run.tensor("actor.1:output").statistics().to_pylist()
+    assert [(row["step"], row["count"], row["nan"]) for row in hidden_rows if row["step"] in {0, 10, 17}] == [
+        (0, 24, 0),
+        (10, 24, 0),
+        (17, 24, 24),
+    ]
+    assert {row["step"] for row in hidden_rows} <= {0, 10, 17, 18, 19, 20}  # after a bad step too
+    assert "critic.2:output" not in run.tensors()
 
 
 def test_where_the_program_states_where_passes_begin_only_that_counts(tmp_path: Path) -> None:
