@@ -211,6 +211,8 @@ class TensorFlowUpdates(KerasUpdates):
 
     def update(self, call: OptimizerCall, loss: Any, trainer: Any) -> None:
         """Record an update, or add its operations to the graph."""
+        import tensorflow as tf
+
         from watchstep.tensorflow import tape_calls
         from watchstep.tensorflow.graph_updates import ObservedUpdate
 
@@ -236,7 +238,7 @@ class TensorFlowUpdates(KerasUpdates):
                 loss=loss if is_scalar else None,
                 scale=call.scale,
                 is_finite=call.is_finite,
-                learning_rate=_learning_rate(call.optimizer),
+                learning_rate=tf.convert_to_tensor(_learning_rate(call.optimizer)),
             )
         )
 

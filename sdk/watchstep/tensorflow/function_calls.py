@@ -26,6 +26,10 @@ _CLONE = "_watchstep_clone"
 class CallObserver(Protocol):
     """Receives calls of functions, on the thread that makes them."""
 
+    def traced_call(self, function: Any, enclosing: Sequence[Any]) -> None:
+        """A function was called in the trace of others, perhaps by a trace of its own that existed. Never raises."""
+        ...
+
     def before_call(self, function: Any) -> None:
         """A function is about to be called. Never raises."""
         ...
@@ -52,6 +56,7 @@ class _CurrentCall(threading.local):
     Attributes:
         function: the outermost one that is being called.
         traced: the outermost one that is being traced without a call.
+        calls: those that are being called or traced, outermost first.
         is_clean: whether it is being traced without operations of the recorder.
     """
 
@@ -59,13 +64,16 @@ class _CurrentCall(threading.local):
     traced: Any = None
     is_clean = False
 
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
 
 _current = _CurrentCall()
 _own: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Variables of the recorder, by the ids of their handles."""
 
-_in_progress: dict[int, Any] = {}
-"""Functions that are being called, by the id of the thread."""
+_in_progress: dict[int, list[Any]] = {}
+"""Functions that are being called from eager code and those that they call, by the id of the thread."""
 
 
 def observe(observer: CallObserver) -> None:
@@ -80,16 +88,16 @@ def forget(observer: CallObserver) -> None:
         _observers.remove(observer)
 
 
-def current_function() -> Any:
-    """Return the outermost function that this thread is calling; None outside of functions.
+def current_functions() -> tuple[Any, ...]:
+    """Return the functions that this thread is tracing, outermost first; none outside of functions.
 
-    A thread that calls none may be one of a `tf.distribute.MirroredStrategy`, which traces the steps of its replicas in threads: the result
-    is then the function that another thread is calling, if that is only one.
+    The program may call each of them: an inner function keeps its trace. A thread that calls none from eager code may be one of a
+    `tf.distribute.MirroredStrategy`, which traces the steps of its replicas in threads: the outer ones are then the functions that another
+    thread is calling, if that is only one.
     """
-    if _current.function is not None:
-        return _current.function
-    functions = list(_in_progress.values())
-    return functions[0] if len(functions) == 1 else None
+    is_outermost = _current.function is not None or _current.traced is not None
+    others = [] if is_outermost else list(_in_progress.values())
+    return (*(others[0] if len(others) == 1 else ()), *_current.calls)
 
 
 def traced_function() -> Any:
@@ -147,13 +155,16 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
     def observed_call(function: Any, *arguments: Any, **keywords: Any) -> Any:
         if _current.is_clean:
             return call(_clone_of(function), *arguments, **keywords)
-        if not _observers or _current.function is not None or not tf.executing_eagerly():
-            return call(function, *arguments, **keywords)
         observers = tuple(_observers)
+        if not tf.executing_eagerly():
+            return _called_in_trace(observers, call, function, *arguments, **keywords)
+        if not observers or _current.function is not None:
+            return call(function, *arguments, **keywords)
         for observer in observers:
             observer.before_call(function)
         thread = threading.get_ident()
-        _current.function = _in_progress[thread] = function
+        _current.function = function
+        _current.calls = _in_progress[thread] = [function]
         try:
             result = call(function, *arguments, **keywords)
         except Exception:
@@ -162,6 +173,7 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
             raise
         finally:
             _current.function = None
+            _current.calls = []
             _in_progress.pop(thread, None)
         for observer in observers:
             observer.after_call(function)
@@ -170,16 +182,36 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
     return observed_call
 
 
+def _called_in_trace(
+    observers: Sequence[CallObserver],
+    call: Callable[..., Any],
+    function: Any,
+    *arguments: Any,
+    **keywords: Any,
+) -> Any:
+    """Call a function in the trace of others, which then make its updates, also where its own trace exists and is not made again."""
+    enclosing = current_functions()
+    _current.calls.append(function)
+    try:
+        return call(function, *arguments, **keywords)
+    finally:
+        _current.calls.pop()
+        for observer in observers:
+            observer.traced_call(function, enclosing)
+
+
 def _tracing(trace: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(trace)
     def observed_trace(function: Any, *arguments: Any, **keywords: Any) -> Any:
         if _current.function is not None or _current.traced is not None or _current.is_clean:
             return trace(function, *arguments, **keywords)
         _current.traced = function
+        _current.calls.append(function)
         try:
             concrete = trace(function, *arguments, **keywords)
         finally:
             _current.traced = None
+            _current.calls.pop()
         captured = tensorflow_names.of(concrete, "captured")
         if captured is not None and not any(id(capture) in _own for capture in captured):
             return concrete

@@ -141,6 +141,13 @@ class GraphUpdates:
         finally:
             own_work.leave()
 
+    def traced_call(self, function: Any, enclosing: Sequence[Any]) -> None:
+        """Note that functions make the updates of one that they call."""
+        for graph in self._graphs:
+            if function in graph.functions:
+                for outer in enclosing:
+                    graph.functions.add(outer)
+
     def before_call(self, function: Any) -> None:
         """Request the gradients that are due, and reference the weights before the update."""
         if not self._graphs:
@@ -238,8 +245,8 @@ class GraphUpdates:
             self.note(
                 "a function that is traced without a call, as by get_concrete_function or in a data set, is observed where the program calls it"
             )
-        function = traced or function_calls.current_function()
-        if function is None:
+        functions = function_calls.current_functions()
+        if not functions:
             self.note("gradients in a graph that is not that of a tf.function are not observed")
             return
         graph = self._graph_of(update)
@@ -255,7 +262,8 @@ class GraphUpdates:
             scale=update.scale,
             learning_rate=update.learning_rate,
         )
-        graph.functions.add(function)
+        for function in functions:
+            graph.functions.add(function)
         if form not in graph.forms:
             graph.forms[form] = tuple(update.variables), tuple(update.describe())
         graph.skips = update.is_finite is not None

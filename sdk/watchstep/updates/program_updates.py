@@ -16,6 +16,9 @@ from watchstep.updates.parameter_names import prefixed
 from watchstep.updates.update_recorder import UpdateRecorder
 
 _MAX_RECORDERS = 8
+_UPDATES_UNTIL_OTHER = 128
+"""Number of updates of another optimizer in one step, after which each is a step, until the first optimizer makes one again. A critic is updated
+up to a hundred times for each update of its generator."""
 
 
 def scaler_metrics(scale: float | None, *, is_skipped: bool) -> Mapping[str, float]:
@@ -58,8 +61,9 @@ class _Recorded:
 class ProgramUpdates:
     """The recorders of a program's optimizers. Used on the training thread.
 
-    The first optimizer that makes an update counts steps. Updates of others belong to the step that is in progress. Once its object is
-    gone, or `restart` is called, the next optimizer that makes an update counts steps.
+    The first optimizer that makes an update counts steps. Updates of others belong to the step that is in progress, unless it makes none for
+    long, as after a warm-up with an optimizer of its own. Once its object is gone, or `restart` is called, the next optimizer that makes an
+    update counts steps.
 
     Losses and metrics of the others have a number in their names: ``loss_2``. Where two optimizers of one training have different variables
     of the same names, those of the second one begin with ``model_2``. The updates of an optimizer may be of different variables, because some have
@@ -81,6 +85,7 @@ class ProgramUpdates:
         self.on_nonfinite = on_nonfinite
         self._recorded: dict[int, _Recorded] = {}
         self._counting: int | None = None
+        self._substitute: int | None = None
         self._by_hand = False
 
     def recorder_of(
@@ -109,12 +114,14 @@ class ProgramUpdates:
         if not recorded.rows.keys() >= set(identities):
             self._extend(recorded, describe(), identities)
         recorded.is_current = True
-        if self._counting is None:
-            self._counting = id(source)
         recorder = recorded.recorder
-        if self.counts(source):
-            recorder.counts_steps, recorder.number = not self._by_hand, 1
-        elif recorder.number == 1:
+        if self._counting in (None, id(source)):
+            self._counting, self._substitute = id(source), None
+            recorder.number = 1
+        elif recorder.updates_in_step >= _UPDATES_UNTIL_OTHER:
+            self._substitute = id(source)
+        recorder.counts_steps = self.counts(source) and not self._by_hand
+        if self._counting != id(source) and recorder.number == 1:
             used = {other.recorder.number for other in self._recorded.values()}
             recorder.number = min(set(range(2, _MAX_RECORDERS + 2)) - used)
         return recorder, [recorded.rows[identity] for identity in identities]
@@ -153,11 +160,11 @@ class ProgramUpdates:
 
     def counts(self, source: Any) -> bool:
         """Return whether an optimizer counts steps."""
-        return self._counting == id(source)
+        return id(source) == (self._substitute or self._counting)
 
     def restart(self) -> None:
         """Let the next optimizer that makes an update count steps, because another training begins."""
-        self._counting = None
+        self._counting = self._substitute = None
         for recorded in self._recorded.values():
             recorded.is_current = recorded.recorder.counts_steps = False
 
@@ -180,3 +187,5 @@ class ProgramUpdates:
             del recorded[key]
             if self._counting == key:
                 self._counting = None
+            if self._substitute == key:
+                self._substitute = None

@@ -136,8 +136,11 @@ class UpdateRecorder:
         """Bundles the step with NaN or infinity that is being recorded; None if its inputs are gone."""
         self.record_activations: Callable[[int], None] | None = None
         """Records the activations of the update that is being recorded, at its step."""
+        self.updates_in_step = 0
+        """Number of its updates in the step of its last one."""
         self._turn = 0
         self._steps = 0
+        self._updated_step = -1
         self._applied_nonfinite = False
         self._in_a_row = 0
         self._hyperparameters: dict[str, tuple[int, float]] = {}
@@ -226,6 +229,11 @@ class UpdateRecorder:
 
     def _record(self, update: Update) -> None:
         self._recorder.begin()
+        is_same = self._recorder.step == self._updated_step
+        self._updated_step, self.updates_in_step = (
+            self._recorder.step,
+            self.updates_in_step + 1 if is_same else 1,
+        )
         is_nonfinite = False
         try:
             is_nonfinite = self._measure(update)

@@ -169,8 +169,8 @@ UNUSUAL_PROGRAMS = Path(__file__).with_name("unusual_programs.py")
 UNUSUAL_BACKENDS = [name for name in ("tensorflow", "torch") if importlib.util.find_spec(name)]
 UNUSUAL_KINDS = {
     "tensorflow": "own_updates copied adversarial alternating evaluating several_losses one_replica seldom_used unknown_size checked "
-    "plain_variables fit_within_fit",
-    "torch": "own_updates copied alternating evaluating fit_within_fit",
+    "plain_variables fit_within_fit replica_functions warm_up",
+    "torch": "own_updates copied alternating evaluating fit_within_fit warm_up",
 }
 needs_tensorflow = pytest.mark.skipif(
     "tensorflow" not in UNUSUAL_BACKENDS, reason="TENSORFLOW IS NOT INSTALLED: as above"
@@ -238,6 +238,23 @@ def test_a_strategy_with_one_replica_is_recorded(programs: RecordedPrograms) -> 
     assert run.steps("train") == [0, 1, 2, 3]
     mean = sum(values(run, "loss")) / 4
     assert programs.results("tensorflow")["one_replica"]["losses"] == pytest.approx([mean], rel=1e-5)
+
+
+@needs_tensorflow
+def test_steps_of_a_replica_are_recorded_in_functions_and_in_eager_code(programs: RecordedPrograms) -> None:
+    losses = programs.results("tensorflow")["replica_functions"]["losses"]
+    recorded = figures(programs.run("tensorflow", "replica_functions"), "loss")
+    assert recorded == pytest.approx(dict(enumerate(losses)))
+
+
+@pytest.mark.parametrize("backend", UNUSUAL_BACKENDS)
+def test_an_optimizer_after_a_warm_up_counts_steps(programs: RecordedPrograms, backend: str) -> None:
+    run, losses = programs.run(backend, "warm_up"), programs.results(backend)["warm_up"]["losses"]
+    assert run.steps("train") == list(range(9))
+    assert values(run, "loss") == pytest.approx([*losses[:4], losses[-1]])
+    later = figures(run, "loss_2")
+    assert later[4] == pytest.approx(sum(losses[4:133]) / 129)
+    assert [later[step] for step in (5, 6, 7)] == pytest.approx(losses[133:136])
 
 
 @pytest.mark.parametrize("backend", UNUSUAL_BACKENDS)

@@ -380,6 +380,49 @@ def one_replica(record: Wrap) -> Any:
     return fitted(model, record), bits(model)
 
 
+def replica_functions(record: Wrap) -> Any:
+    """One replica runs a step by a function, by the function that this one calls, and in eager code."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model = classifier(keras.optimizers.SGD(0.1))
+        model.optimizer.build(model.trainable_variables)
+    compute = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    record()
+
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            value = compute(y, model(x, training=True))
+        model.optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+        return value
+
+    inner = tf.function(step)
+    outer = tf.function(lambda *batch: strategy.run(inner, args=batch))
+    batches = [(tf.constant(x), tf.constant(y)) for x, y in data()]
+    values = [
+        outer(*batches[0]),
+        *(strategy.run(function, args=batch) for function in (inner, step) for batch in batches[1:3]),
+    ]
+    losses = [float(strategy.experimental_local_results(value)[0]) for value in values]
+    return losses, bits(model)
+
+
+def warm_up(record: Wrap) -> Any:
+    """After four updates a second optimizer makes 132, and then the first one another. Both exist until the end."""
+    model = classifier(keras.optimizers.SGD(0.1))
+    first, second = model.optimizer, keras.optimizers.SGD(0.01)
+    record()
+    x, y = data()[0]
+    losses = []
+    for optimizer, updates in ((first, 4), (second, 132), (first, 1)):
+        model.compile(optimizer, loss=model.loss)
+        for _ in range(updates):
+            model.reset_metrics()
+            losses.append(float(model.train_on_batch(x, y)))
+    return losses, bits(model)
+
+
 class OwnUpdates(keras.optimizers.SGD):
     """An optimizer that updates variables without a method of its base class."""
 
@@ -409,8 +452,9 @@ KINDS: dict[str, tuple[Callable[[Wrap], Any], ...]] = {
     "tensorflow": (
         own_updates, copied, adversarial, alternating, evaluating, several_losses, one_replica, seldom_used, unknown_size, checked,
         plain_variables, fit_within_fit, changing_layers, alternating_layers, adversarial_rounds,
+        replica_functions, warm_up,
     ),
-    "torch": (own_updates, copied, alternating, evaluating, fit_within_fit, changing_layers, many_trainings),
+    "torch": (own_updates, copied, alternating, evaluating, fit_within_fit, changing_layers, many_trainings, warm_up),
     "jax": (two_trainings, many_trainings),
 }  # fmt: skip
 

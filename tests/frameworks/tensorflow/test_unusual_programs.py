@@ -95,6 +95,23 @@ def test_a_function_that_is_traced_before_its_first_call_is_recorded(tmp_path: P
     assert dict(zip(table["step"], table["mean"], strict=True)) == pytest.approx(dict(enumerate(losses)))
 
 
+@pytest.mark.parametrize("methods", [["update", "update_twice"], ["update_twice", "update"]])
+def test_functions_of_which_one_calls_the_other_are_both_recorded(tmp_path: Path, methods: list[str]) -> None:
+    """The inner one has one trace, of the first call of either."""
+    network, losses, step = SavedNetwork(), {}, -1
+    with watchstep.Hook(tmp_path, run="shared", config=EVERY_STEP) as hook:
+        record(hook)
+        for method in methods:
+            for x in inputs():
+                step += 2 if method == "update_twice" else 1
+                losses[step] = float(getattr(network, method)(x)["loss"])
+    run = watchstep.open_run(hook.run_url)
+    table = run.tensor("loss").statistics().to_pydict()
+    recorded = dict(zip(table["step"], table["mean"], strict=True))
+    assert run.steps("train") == list(range(step + 1))
+    assert {step: recorded[step] for step in losses} == pytest.approx(losses)
+
+
 def test_jacobians_and_gradients_of_examples_are_no_steps(tmp_path: Path) -> None:
     network = SavedNetwork()
 
