@@ -122,7 +122,7 @@ class Record:
         step: the step.
         mode: the mode.
         worker: the rank.
-        time_ns: nanoseconds since the epoch.
+        time_ns: when the tensors were computed, in nanoseconds since the epoch: one time, or that of each tensor.
         group: the tensors.
         measurement: their statistics.
         probes: additional figures.
@@ -133,7 +133,7 @@ class Record:
     step: int
     mode: Mode
     worker: int
-    time_ns: int
+    time_ns: int | tuple[int, ...]
     group: Group
     measurement: Measurement
     probes: tuple[Probe, ...] = ()
@@ -159,7 +159,7 @@ def to_block(record: Record) -> Block:
         step=np.full(rows, record.step, np.int64),
         mode=np.full(rows, MODES.index(record.mode), np.int8),
         worker=np.full(rows, record.worker, np.int32),
-        time_ns=np.full(rows, record.time_ns, np.int64),
+        time_ns=np.broadcast_to(np.array(record.time_ns, np.int64), rows).copy(),
         tensor=np.arange(rows, dtype=np.int32),
         catalogue=record.group.tensors,
         places=Places.of(list(record.group.places)),

@@ -309,7 +309,7 @@ class Recorder:
         mode: Mode = "train",
         probes: tuple[Probe, ...] = (),
         condition: Condition | None = None,
-        time_ns: int | None = None,
+        time_ns: int | tuple[int, ...] | None = None,
     ) -> None:
         """Record statistics at the current step.
 
@@ -319,7 +319,7 @@ class Recorder:
             mode: mode of the rows.
             probes: additional figures.
             condition: the rows are recorded only if it is met; by default always.
-            time_ns: when the tensors were computed, in nanoseconds since the epoch; by default now.
+            time_ns: when the tensors were computed, in nanoseconds since the epoch: one time, or that of each tensor; by default now.
         """
         if not group.tensors:
             return
@@ -517,7 +517,7 @@ class Recorder:
         measurement: Measurement,
         probes: tuple[Probe, ...] = (),
         condition: Condition | None = None,
-        time_ns: int | None = None,
+        time_ns: int | tuple[int, ...] | None = None,
     ) -> Record:
         timestamp = time.time_ns() if time_ns is None else time_ns
         return Record(

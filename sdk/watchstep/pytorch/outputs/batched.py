@@ -7,6 +7,7 @@ are measured: a layer whose output changed is always measured at once. Later cha
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,11 +68,13 @@ class _Waiting:
 
     Attributes:
         versions: Numbers of changes of each.
+        time_ns: When the layer returned them, in nanoseconds since the epoch: the order of the layers of a pass.
         checksums: Their checksums if they have been measured already; else None.
     """
 
     of: LayerOutputs
     versions: list[int]
+    time_ns: int
     checksums: Tensor | None
 
 
@@ -115,7 +118,8 @@ class BatchedOutputs:
         self._bytes += size
         is_proven = of.stability.unchanged >= _PROOFS
         versions = [version_of(output) for output in of.outputs]
-        self._waiting[key] = _Waiting(of, versions, None if is_proven else checksums(of.outputs))
+        known = None if is_proven else checksums(of.outputs)
+        self._waiting[key] = _Waiting(of, versions, time.time_ns(), known)
         if is_proven:
             number, seconds = self._charged.get(charged, (0, 0.0))
             self._charged[charged] = number + 1, seconds + self._schedule.now() - since
@@ -133,11 +137,14 @@ class BatchedOutputs:
             self._health.count("dropped_rows", sum(map(len, lost)))
             return
         unchanged = [each for each in waiting if self._is_unchanged(each)]
-        measured = [each.of for each in unchanged if each.checksums is None]
-        if measured:
+        proven = [each for each in unchanged if each.checksums is None]
+        if proven:
+            measured = [each.of for each in proven]
             outputs = [output for each in measured for output in each.outputs]
             group = self._group([each.group for each in measured])
-            self._recorder.add(group, self._kernel.measure(outputs), probes=self._probes(measured))
+            times = tuple(each.time_ns for each in proven for _ in each.of.outputs)
+            statistics, probes = self._kernel.measure(outputs), self._probes(measured)
+            self._recorder.add(group, statistics, probes=probes, time_ns=times)
         share = (self._schedule.now() - since) / max(1, sum(number for number, _ in charged.values()))
         for collection, (number, seconds) in charged.items():
             self._schedule.spent(collection, self._schedule.now() - seconds - share * number)

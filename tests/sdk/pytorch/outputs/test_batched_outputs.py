@@ -101,6 +101,29 @@ def test_channels_of_outputs_measured_together_are_those_of_each_layer(tmp_path:
     assert all(map(math.isnan, linear.probes.get("channels", [math.nan])))
 
 
+def test_rows_of_a_pass_have_times_in_the_order_of_its_layers(tmp_path: Path) -> None:
+    """Rules name the first bad output of a pass by them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    order = (3, 0, 1, 2)  # not that of the registration
+
+    def forward(x: Tensor) -> Tensor:
+        for place in order:
+            x = model[place](x)
+        return x
+
+    model.forward = forward  # type: ignore[method-assign,unused-ignore]
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with watching(tmp_path, model, optimizer, run="r", config=EVERY_STEP):
+        for _ in range(STEPS):
+            model(torch.randn(4, 4)).sum().backward()
+            optimizer.step()
+    run = open_run(tmp_path / "default" / "r")
+    times = [run.tensor(f"{place}:output").rows.time_ns.tolist() for place in order]
+    for of_step in zip(*times, strict=True):
+        assert len(set(of_step)) == len(order)
+        assert list(of_step) == sorted(of_step)
+
+
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
