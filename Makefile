@@ -140,10 +140,10 @@ $(CLIENT)/.installed: requirements/client.txt
 	$(INSTALL) $(CLIENT) -r requirements/client.txt
 	touch $@
 
-# All that `.ci/run` needs, installed one after the other.
 # What `make test` needs.
 environment: $(STAMP) $(PAGE)
 
+# All that `.ci/run` needs, installed one after the other.
 environments: $(STAMP) $(PAGE) $(FRAMEWORKS)/.installed $(STORES)/.installed $(AZURITE)/.installed $(DOCS)/.installed $(CLIENT)/.installed
 
 client: $(CLIENT)/.installed
