@@ -1,4 +1,4 @@
-"""Shared fixtures: stores to write to, and the same examples in every run."""
+"""Shared fixtures: stores to write to, and examples of laws that do not depend on chance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ if find_spec("torch") is None or version("torch").endswith("+cpu") or not Path("
 # ten times the processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# How many examples a law is held to, where it does not say so itself; `tests.suite` gives each tier its number.
+# How many examples a law is held to, where it does not say so itself; `tests.suite` gives each tier its number. Hypothesis also
+# draws constants from the modules that are imported, so that a law that runs alone can have other examples than in its suite.
 settings.register_profile(
     "repeatable",
     max_examples=int(os.environ.get("WATCHSTEP_LAW_EXAMPLES", "40")),

@@ -283,12 +283,15 @@ def losses_of(index: RunIndex) -> pa.Table:
     import pyarrow as pa
 
     names_of_losses = frozenset(info.name for info in index.tensors() if LOSSES in info.collections)
-    rows = index.consistently(lambda: index.collect(Selection(_FIGURES, names_of_losses)))
+    columns = (*_FIGURES, "shard_index")
+    rows = index.consistently(lambda: index.collect(Selection(columns, names_of_losses)))
     infos = index.tensors()
     names = [info.name for info in infos]
     ranks = np.empty(len(names), np.int64)
     ranks[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
-    order = np.lexsort((ranks[rows["tensor"]], rows["mode"], rows["worker"], rows["step"]))
+    # The place decides between rows of one loss, so that compaction, which orders by it, changes no answer.
+    places = (rows["stage"], rows["replica"], rows["shard_index"])
+    order = np.lexsort((*places, ranks[rows["tensor"]], rows["mode"], rows["worker"], rows["step"]))
     tensor = rows["tensor"][order]
     is_train = rows["mode"][order] == MODES.index(
         "train"

@@ -80,6 +80,16 @@ def test_compaction_changes_no_answer(first: Block, second: Block, deletes: bool
         assert plain(answers(open_run(url))) == due
 
 
+def test_losses_of_one_step_with_different_places_stay_in_order(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    places = [Placement(0, 2, 1), Placement(1, 2), Placement(0, 2)]
+    write(store, [block_of([Row(5, LOSS, [number], place=place) for number, place in enumerate(places)])])
+    url = tmp_path / "default" / "r"
+    due = open_run(url).losses()["value"].to_pylist()
+    compact(url, delete_after=0)
+    assert open_run(url).losses()["value"].to_pylist() == due == [2, 0, 1]
+
+
 def test_a_run_is_compacted_once(tmp_path: Path) -> None:
     url = small_run(tmp_path)
     first = compact(url)
