@@ -12,7 +12,7 @@ INSTALL := PYTHON=$(PYTHON) infra/environment.sh
 # Compiling the tests anew in each process, with their asserts rewritten, takes 10 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo page environment environments test test-ci test-release test-web test-faults test-stores test-frameworks test-life lint bench bench-service bench-frameworks docs client wheel lock matrix clean
+.PHONY: demo page environment environments test commit test-ci test-release test-web test-faults test-stores test-frameworks test-life lint bench bench-service bench-frameworks docs client wheel lock matrix clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -56,7 +56,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint $(PAGE)
+test: lint commit
+
+# The first tier of tests. With `make --jobs 2 test` they run beside lint.
+commit: $(STAMP) $(PAGE)
 	$(SUITE) test $(SUITE_ARGS)
 
 # The web page: types, logic, and each page in Chromium on recorded runs. Chromium comes from the system (`apt-get install chromium`).
