@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -225,6 +227,45 @@ class PolicyTraining(Training):
         return loss
 
 
+@dataclass(frozen=True)
+class TrainerTraining(Training):
+    """A step of the Trainer of transformers, on its own: its forward and backward passes, its clipping, its optimizer and its schedule.
+
+    Attributes:
+        trainer: the Trainer, which made the optimizer's wrapper.
+    """
+
+    trainer: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        from transformers import Trainer, TrainingArguments
+
+        arguments = TrainingArguments(
+            output_dir=tempfile.mkdtemp(),
+            gradient_accumulation_steps=self.micro_batches,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+        )
+        constant = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
+        trainer = Trainer(self.model, arguments, optimizers=(self.optimizer, constant))
+        trainer.model, trainer.optimizer = trainer.accelerator.prepare(self.model, self.optimizer)
+        trainer.current_gradient_accumulation_steps = self.micro_batches  # which its own loop sets
+        object.__setattr__(self, "trainer", trainer)
+
+    def backward(self) -> Tensor:
+        self.model.zero_grad()
+        for _ in range(self.micro_batches):
+            inputs = {"input_ids": self.inputs, "labels": self.labels}
+            loss: Tensor = self.trainer.training_step(self.model, inputs)
+        self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), self.trainer.args.max_grad_norm)
+        return loss
+
+    def update(self) -> None:
+        self.trainer.optimizer.step()
+        self.trainer.lr_scheduler.step()
+
+
 def _judged(logits: Tensor, truth: float) -> Tensor:
     return functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, truth))
 
@@ -282,6 +323,14 @@ def _sentences() -> tuple[nn.Module, Tensor, Tensor]:
     return Encoder(), torch.randint(_WORDS, (16, 64)), torch.randint(2, (16,))
 
 
+def _classified() -> tuple[nn.Module, Tensor, Tensor]:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    size = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
+    config = BertConfig(vocab_size=_WORDS, max_position_embeddings=64, num_labels=2, **size)
+    return BertForSequenceClassification(config), *_sentences()[1:]
+
+
 def _pictures() -> tuple[nn.Module, Tensor, Tensor]:
     return _discriminator(), torch.rand(32, 3, 32, 32), torch.ones(32)
 
@@ -308,6 +357,14 @@ WORKLOADS = {
     "encoder": Workload("encoder of two layers, 2 micro-batches of 16x64 tokens", _sentences, 4, 110, 2),
     "dcgan": Workload("DCGAN, batch 32", _pictures, 4, 110, kind=AdversarialTraining),
     "ppo": Workload("PPO, actor and critic, batch 64", _observations, 40, 200, kind=PolicyTraining),
+    "bert": Workload(
+        "BERT of two layers in the Trainer, 2 micro-batches of 16x64 tokens",
+        _classified,
+        4,
+        110,
+        2,
+        TrainerTraining,
+    ),
     "modules": Workload("400 modules, 8 micro-batches", _few_rows, 4, 110, 8),
 }
 QUICK_WORKLOADS = ("mlp",)

@@ -47,6 +47,7 @@ _SHORT = {
     "encoder": Turns(20, 4),
     "dcgan": Turns(20, 4),
     "ppo": Turns(20, 40),
+    "bert": Turns(20, 4),
     "modules": Turns(20, 4),
 }
 # The budget does not do the same at each step, so its blocks are long.
@@ -59,6 +60,7 @@ _LONG = {
     "encoder": Turns(10, 20, _DENSE),
     "dcgan": Turns(10, 20, _DENSE),
     "ppo": Turns(10, 100, _DENSE),
+    "bert": Turns(10, 20, _DENSE),
     "modules": Turns(10, 20, _DENSE),
 }
 _QUICK = Turns(4, 2)

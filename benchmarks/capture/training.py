@@ -18,6 +18,8 @@ _ROUNDS = {
     "gpt": 6,
     "encoder": 6,
     "dcgan": 6,
+    "ppo": 6,
+    "bert": 6,
     "modules": 6,
 }
 _ROUNDS_QUICK = 2
