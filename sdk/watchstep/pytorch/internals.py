@@ -14,7 +14,7 @@ import gc
 import importlib
 import itertools
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -71,6 +71,12 @@ class Name:
             if place and (found := _found(place)) is not _MISSING:
                 self.value, self.is_missing = found, False
                 return
+
+    def replace(self, value: Any) -> None:
+        """Let PyTorch use another value in its place."""
+        owner = _found(self.place.rpartition(".")[0])
+        setattr(owner, self.name, value)
+        self.value = value
 
 
 class Attribute:
@@ -337,6 +343,11 @@ traced_module = Name(
     other="torch.jit._trace.TracedModule",
 )
 """Script modules that support hooks, for `isinstance`."""
+_script_compiler = Name(
+    "torch.jit._recursive.create_script_module", "torch.jit.script may fail on modules of a watched model"
+)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""Names of the dictionaries of hooks of a module that `torch.jit.script` compiles."""
 _parameters = Attribute(
     "torch.nn.Module._parameters", "nothing is lost: parameters are listed by their modules"
 )
@@ -353,6 +364,13 @@ _original = Attribute(
     "torch._dynamo.OptimizedModule._orig_mod",
     "nothing is lost: a compiled module is recognised by its only child",
 )
+
+
+def wrap_script_compiler(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap the function by which `torch.jit.script` compiles a module, once per process."""
+    compiler = _script_compiler.value
+    if compiler is not None and not hasattr(compiler, "__wrapped__"):
+        _script_compiler.replace(wrap(compiler))
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, Tensor | None]:

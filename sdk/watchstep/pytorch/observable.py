@@ -1,13 +1,16 @@
 """Detection of code that computes no numbers, and module hooks that are inactive in a copy of their module.
 
 Programs deep-copy models for averages and targets, and pickle them to save or spawn. A copy is not the watched model:
-its hook does nothing, and can be unpickled without Watchstep.
+its hook does nothing, and can be unpickled without Watchstep. `torch.jit.script` compiles the hooks of a module, which fails on these: a
+module is compiled without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,6 +59,42 @@ class ModuleHook:
     def __reduce__(self) -> tuple[Any, ...]:
         # A callable of the standard library that accepts any arguments and returns None.
         return getattr, (nullcontext(), "__exit__")
+
+
+def leave_hooks_out_of_scripts() -> None:
+    """Let `torch.jit.script` compile modules as if they had no hook of this class, nor one of a copy."""
+    internals.wrap_script_compiler(_without_hooks)
+
+
+def _without_hooks(compile_module: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compile_module)
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with _hooks_left_out(module):
+            return compile_module(module, *args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _hooks_left_out(module: Any) -> Iterator[None]:
+    # The dictionary of hooks itself stays as it is: handles refer to it, and another thread may remove a hook meanwhile.
+    replaced = []
+    for owner in internals.modules_of(module).values():
+        for name in internals.HOOKS:
+            hooks = owner.__dict__.get(name)
+            if hooks and any(map(_is_own, hooks.values())):
+                replaced.append((owner, name, hooks))
+    try:
+        for owner, name, hooks in replaced:
+            owner.__dict__[name] = OrderedDict(item for item in hooks.items() if not _is_own(item[1]))
+        yield
+    finally:
+        for owner, name, hooks in replaced:
+            owner.__dict__[name] = hooks
+
+
+def _is_own(hook: Any) -> bool:
+    return isinstance(hook, ModuleHook) or getattr(hook, "__func__", None) is nullcontext.__exit__
 
 
 def own_tensor(module: nn.Module, name: str) -> Tensor | None:

@@ -32,7 +32,7 @@ from watchstep.pytorch.losses import (
     save_tensor,
 )
 from watchstep.pytorch.names import NamedParameter, Names
-from watchstep.pytorch.observable import ModuleHook
+from watchstep.pytorch.observable import ModuleHook, leave_hooks_out_of_scripts
 from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.outputs.activations import ActivationHooks
 from watchstep.pytorch.outputs.function_calls import FunctionCalls
@@ -215,6 +215,7 @@ class Watch:
         internals.report_to(self._health)
         self._schedule.measure_floor(own_work)
         snapshots.pin_memory(self._session, list(names.parameters().values()))
+        leave_hooks_out_of_scripts()
         if internals.sees_passes():
             self._handles.append(
                 self.model.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True)

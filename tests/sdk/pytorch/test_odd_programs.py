@@ -598,7 +598,26 @@ COPIES: dict[str, Callable[[nn.Module], Any]] = {
 EXPORTS: dict[str, Callable[[nn.Module], Any]] = {
     "trace": lambda model: torch.jit.trace(model, GIVEN, check_trace=False),
     "export": lambda model: torch.export.export(model, (GIVEN,)).module(),
+    "script": torch.jit.script,
+    "script_of_a_copy": lambda model: torch.jit.script(copy.deepcopy(model)),
+    "script_of_a_file": lambda model: torch.jit.script(through_file(model)),
 }
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_script_has_the_programs_own_hooks(tmp_path: Path) -> None:
+    hook, training = watched_training(tmp_path)
+
+    def doubled(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return output * 2
+
+    training.model.register_forward_hook(doubled)
+    scripted = torch.jit.script(training.model)
+    assert torch.equal(scripted(GIVEN), training.model(GIVEN))
+    assert torch.equal(scripted(GIVEN), scripted.forward(GIVEN) * 2)
+    assert len(scripted._forward_hooks) == 1
+    training.run(3)
+    assert recorded(hook).tensor("0:output").statistics()["step"].to_pylist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", [*COPIES, *EXPORTS])
