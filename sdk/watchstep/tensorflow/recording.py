@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,10 +24,14 @@ _MAX_SOURCES = 16
 
 
 class _VariableSet:
-    """The variables that a tape's gradients are computed for: they stand for an optimizer."""
+    """The variables that a tape's gradients are computed for: they stand for an optimizer. They are weakly referenced."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
-        self.variables = tuple(variables)
+        self._references = tuple(map(weakref.ref, variables))
+
+    def exists(self) -> bool:
+        """Return whether the program still has these variables."""
+        return all(reference() is not None for reference in self._references)
 
 
 class TapeUpdates:
@@ -69,7 +74,9 @@ class TapeUpdates:
             return
         key = tuple(map(id, result.variables))
         source = self._sets.get(key)
-        if source is None:
+        if source is None or not source.exists():
+            source = None  # a later training begins
+            self._sets = {other: entry for other, entry in self._sets.items() if entry.exists()}
             if len(self._sets) >= _MAX_SOURCES:
                 self._graphs.count("unobserved_optimizers")
                 return
