@@ -114,8 +114,12 @@ class TapeUpdates:
         return updates
 
 
+_recordings: weakref.WeakValueDictionary[int, TapeUpdates] = weakref.WeakValueDictionary()
+"""Recordings by the id of their hook, which they reference: a program may create one for each training."""
+
+
 class TapeRecording:
-    """Records a TensorFlow program with a loop of its own.
+    """Records a TensorFlow program with a loop of its own. Another one with the same hook is the same recording.
 
     Example::
 
@@ -139,8 +143,11 @@ class TapeRecording:
             ConfigError: the hook's gate policy skips updates, which is not possible from outside of a compiled step.
         """
         with contained(hook, "TensorFlow"):
-            updates = TapeUpdates(lambda: hook)
-            updates.start()
+            updates = _recordings.get(id(hook))
+            if updates is None:
+                updates = TapeUpdates(lambda: hook)
+                updates.start()
+                _recordings[id(hook)] = updates
             self._updates = updates
 
 

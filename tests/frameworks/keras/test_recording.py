@@ -366,6 +366,18 @@ def test_a_training_within_a_training_does_not_count_steps(
     assert len(values(run, "model_2.hidden.kernel:gradient")) == 3
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_callbacks_with_one_hook_record_each_update_once(
+    programs: RecordedPrograms, backend: str
+) -> None:
+    result = programs.results(backend)["a_callback_for_each_fit"]
+    assert result["equal"]
+    assert result["faults"] == {}
+    run = programs.run(backend, "a_callback_for_each_fit")
+    assert run.steps("train") == list(range(12))
+    assert len(values(run, "loss")) == 12
+
+
 @pytest.mark.skipif("jax" not in BACKENDS, reason="JAX IS NOT INSTALLED: as above")
 def test_a_second_training_with_more_variables_counts_steps(programs: RecordedPrograms) -> None:
     result = programs.results("jax")["two_trainings"]

@@ -372,6 +372,11 @@ def two_trainings(record: Wrap) -> Any:
     return first + fitted(model, list), bits(model)
 
 
+def a_callback_for_each_fit(record: Wrap) -> Any:
+    model = classifier(keras.optimizers.SGD(0.1))
+    return [loss for _ in range(3) for loss in fitted(model, record)], bits(model)
+
+
 def many_trainings(record: Wrap) -> Any:
     """A further layer is trained in each of ten calls of ``fit``."""
     layers = [keras.layers.Dense(6, name=f"layer_{number}", trainable=False) for number in range(10)]
@@ -465,11 +470,11 @@ def copied(record: Wrap) -> Any:
 KINDS: dict[str, tuple[Callable[[Wrap], Any], ...]] = {
     "tensorflow": (
         own_updates, copied, adversarial, alternating, evaluating, several_losses, one_replica, seldom_used, unknown_size, checked,
-        plain_variables, fit_within_fit, fit_in_thread, changing_layers, alternating_layers, adversarial_rounds,
+        plain_variables, fit_within_fit, fit_in_thread, a_callback_for_each_fit, changing_layers, alternating_layers, adversarial_rounds,
         replica_functions, warm_up,
     ),
-    "torch": (own_updates, copied, alternating, evaluating, fit_within_fit, fit_in_thread, changing_layers, many_trainings, warm_up),
-    "jax": (two_trainings, many_trainings),
+    "torch": (own_updates, copied, alternating, evaluating, fit_within_fit, fit_in_thread, a_callback_for_each_fit, changing_layers, many_trainings, warm_up),
+    "jax": (two_trainings, a_callback_for_each_fit, many_trainings),
 }  # fmt: skip
 
 

@@ -168,8 +168,8 @@ def test_each_of_many_trainings_counts_steps_and_none_keeps_its_variables(
 ) -> None:
     trainings, variables = 18, []
     with watchstep.Hook(tmp_path, run="search", config=EVERY_STEP) as hook:
-        record(hook)
         for _ in range(trainings):
+            record(hook)
             kernel = tf.Variable(tf.ones((6, 1)), name="kernel")
             variables.append(weakref.ref(kernel))
 
