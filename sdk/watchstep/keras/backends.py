@@ -91,6 +91,8 @@ class KerasUpdates:
     def __init__(self) -> None:
         """Start without updates."""
         self._losses = _Losses()
+        self._lock = threading.RLock()
+        self._trainings: dict[threading.Thread, int] = {}
 
     def start(self) -> None:
         """Start the recording now, instead of at the first update.
@@ -149,19 +151,28 @@ class KerasUpdates:
             return
         for name, value in results.items():
             try:
-                session.recorder.scalar(str(name), float(value), "eval")
+                with self._lock:
+                    session.recorder.scalar(str(name), float(value), "eval")
             except Exception as error:  # noqa: BLE001 - as above
                 self.report("evaluation", error)
 
-    def begins(self, trainer: Any, *, is_inner: bool) -> None:  # noqa: ARG002 - of the interface
-        """Let the optimizer of this training count steps, unless it is a part of another training."""
+    def begins(self, trainer: Any, *, is_inner: bool) -> None:
+        """Let the optimizer of this training count steps, unless it is a part of another one, or others are in progress in other threads."""
         self._losses.computed = self._losses.updates = 0
-        if not is_inner:
-            self.restart()
+        if is_inner:
+            return
+        with self._lock:
+            own = threading.current_thread()
+            if not any(thread.is_alive() for thread in self._trainings if thread is not own):
+                self.restart()
+            self._trainings[own] = id(trainer)
 
     def ends(self, trainer: Any) -> None:
         """Record the last update, and report it if there was none of the optimizer's."""
-        self.settle()
+        with self._lock:
+            self.settle()
+            if self._trainings.get(threading.current_thread()) == id(trainer):
+                del self._trainings[threading.current_thread()]
         losses, session = self._losses, self.session()
         losses.pending.clear()
         if losses.computed and not losses.updates and session is not None and keras_names.has("apply"):
@@ -264,7 +275,8 @@ class TorchUpdates(KerasUpdates):
 
     def start(self) -> None:
         """Start the recording."""
-        self._updates = self._updates or self._open_updates()
+        with self._lock:  # several threads may make the first update
+            self._updates = self._updates or self._open_updates()
 
     def session(self) -> Session | None:
         """Return the recording."""
@@ -287,7 +299,11 @@ class TorchUpdates(KerasUpdates):
             self._updates.restart()
 
     def update(self, call: OptimizerCall, loss: Any, trainer: Any) -> None:
-        """Record an update before it is made."""
+        """Record an update before it is made, of one thread at a time."""
+        with self._lock:
+            self._record(call, loss, trainer)
+
+    def _record(self, call: OptimizerCall, loss: Any, trainer: Any) -> None:
         from watchstep.keras.torch_values import TorchTensors, number_of
         from watchstep.updates.update_recorder import Update
 
@@ -338,12 +354,13 @@ class JaxUpdates(KerasUpdates):
 
     def start(self) -> None:
         """Start the recording."""
-        open_hook, self._open_hook = self._open_hook, None
-        hook = None if open_hook is None else open_hook()
-        if hook is not None:
-            keras_names.report_to(health_of(hook))
-            self._session = hook._session  # noqa: SLF001 - part of the hook's own package
-            self._recording = self._module.record_with(hook)
+        with self._lock:  # as above
+            open_hook, self._open_hook = self._open_hook, None
+            hook = None if open_hook is None else open_hook()
+            if hook is not None:
+                keras_names.report_to(health_of(hook))
+                self._session = hook._session  # noqa: SLF001 - part of the hook's own package
+                self._recording = self._module.record_with(hook)
 
     def restart(self) -> None:
         """Let the optimizer of the next update count steps."""

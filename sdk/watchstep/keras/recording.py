@@ -32,6 +32,7 @@ class KerasRecording:
         optimizer_calls.install()
         self._open_hook = open_hook
         self.updates = self._updates_of(keras.backend.backend())
+        self.traced: weakref.WeakSet[Any] = weakref.WeakSet()  # models
         optimizer_calls.observe(self.updates)
 
     def _updates_of(self, backend: str) -> KerasUpdates:
@@ -65,10 +66,14 @@ class KerasRecording:
         self.updates.close()
 
 
+_recordings: weakref.WeakValueDictionary[int, KerasRecording] = weakref.WeakValueDictionary()
+"""Recordings of callbacks by the id of their hook, which they reference: a program may create a callback for each ``fit``."""
+
+
 class KerasCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Records the training of a Keras model with a hook: its updates, losses and evaluations.
 
-    It has no method for batches, which would make Keras wait for each batch. A copy is the same recording, so that estimators with
+    It has no method for batches, which would make Keras wait for each batch. Another one with the same hook is the same recording, and so is a copy, so that estimators with
     callbacks can be cloned. In another process, or read from a file, it records nothing.
 
     Example::
@@ -88,18 +93,20 @@ class KerasCallback(keras.callbacks.Callback):  # type: ignore[misc]
             ConfigError: the hook's gate policy skips updates, which is not possible from outside of a compiled step.
         """
         super().__init__()
-        self._traced: weakref.WeakSet[Any] = weakref.WeakSet()
         self._recording: KerasRecording | None = None
         with contained(hook, "Keras"):
-            recording = KerasRecording(lambda: hook)
-            recording.updates.start()
+            recording = _recordings.get(id(hook))
+            if recording is None:
+                recording = KerasRecording(lambda: hook)
+                recording.updates.start()
+                _recordings[id(hook)] = recording
             self._recording = recording
 
     def set_model(self, model: Any) -> None:
-        """Let Keras trace its training step again if it was traced before this object was created."""
+        """Let Keras trace its training step again if it was traced before the recording began."""
         super().set_model(model)
-        if model not in self._traced:
-            self._traced.add(model)
+        if self._recording is not None and model not in self._recording.traced:
+            self._recording.traced.add(model)
             model.train_function = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KerasCallback:

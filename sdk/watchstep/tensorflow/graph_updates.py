@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -62,8 +63,8 @@ class _Graph:
     Attributes:
         source: weak reference to the optimizer.
         sink: its variables in graphs.
-        forms: the variables of its updates, which differ if some have no gradient, and their descriptions; by the sink's index.
-        variables: all these variables, by their id.
+        forms: ids of the variables of its updates, which differ if some have no gradient, and their descriptions; by the sink's index.
+        variables: all these variables, by their id; weakly referenced, because a training may end before the program does.
         skips: whether updates that are not finite are left out.
         functions: functions that have made its updates.
         weights: weights before the next call by the id of their variable, if they are due.
@@ -71,15 +72,15 @@ class _Graph:
 
     source: weakref.ref[Any]
     sink: GraphSink
-    forms: dict[int, tuple[Sequence[Any], Sequence[TensorInfo]]] = field(default_factory=dict)
-    variables: dict[int, Any] = field(default_factory=dict)
+    forms: dict[int, tuple[Sequence[int], Sequence[TensorInfo]]] = field(default_factory=dict)
+    variables: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     skips: bool = False
     functions: FunctionSet = field(default_factory=FunctionSet)
     weights: Mapping[int, Any] | None = None
 
 
 class GraphUpdates:
-    """Records updates. Its faults never reach the program."""
+    """Records updates, of one thread at a time. Its faults never reach the program."""
 
     def __init__(self, open_updates: OpenUpdates) -> None:
         """Start without updates.
@@ -87,6 +88,7 @@ class GraphUpdates:
         Args:
             open_updates: returns the recording at the first update; None if there is none.
         """
+        self._lock = threading.RLock()
         self._open_updates = open_updates
         self._updates: ProgramUpdates | None = None
         self._is_refused = False
@@ -128,12 +130,13 @@ class GraphUpdates:
             return
         own_work.enter()
         try:
-            if self._opened() is None:
-                return
-            if tf.executing_eagerly():
-                self._record_eager(update)
-            else:
-                self._add_to_graph(update)
+            with self._lock:
+                if self._opened() is None:
+                    return
+                if tf.executing_eagerly():
+                    self._record_eager(update)
+                else:
+                    self._add_to_graph(update)
         except StopTraining:
             raise
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
@@ -143,10 +146,11 @@ class GraphUpdates:
 
     def traced_call(self, function: Any, enclosing: Sequence[Any]) -> None:
         """Note that functions make the updates of one that they call."""
-        for graph in self._graphs:
-            if function in graph.functions:
-                for outer in enclosing:
-                    graph.functions.add(outer)
+        with self._lock:
+            for graph in self._graphs:
+                if function in graph.functions:
+                    for outer in enclosing:
+                        graph.functions.add(outer)
 
     def before_call(self, function: Any) -> None:
         """Request the gradients that are due, and reference the weights before the update."""
@@ -154,9 +158,10 @@ class GraphUpdates:
             return
         own_work.enter()
         try:
-            for graph in self._graphs:
-                if function in graph.functions:
-                    self._prepare(graph)
+            with self._lock:
+                for graph in self._graphs:
+                    if function in graph.functions:
+                        self._prepare(graph)
         except Exception as error:  # noqa: BLE001 - as above
             self.report("tensorflow", error)
         finally:
@@ -173,7 +178,8 @@ class GraphUpdates:
             return
         own_work.enter()
         try:
-            self._record_graphs(graphs)
+            with self._lock:
+                self._record_graphs(graphs)
         except StopTraining:
             raise
         except Exception as error:  # noqa: BLE001 - as above
@@ -186,9 +192,10 @@ class GraphUpdates:
         with suppress(StopTraining):
             self.after_call(function)
         try:
-            for graph in self._graphs:
-                if function in graph.functions:
-                    graph.sink.forgive()
+            with self._lock:
+                for graph in self._graphs:
+                    if function in graph.functions:
+                        graph.sink.forgive()
         except Exception as error:  # noqa: BLE001 - as above
             self.report("tensorflow", error)
 
@@ -199,12 +206,13 @@ class GraphUpdates:
         self._graphs.clear()
 
     def _opened(self) -> ProgramUpdates | None:
-        if self._updates is None and not self._is_refused:
-            self._updates = self._open_updates()
-            self._is_refused = self._updates is None
-            if self._updates is not None:
-                tensorflow_names.report_to(self._updates.session.health)
-        return self._updates
+        with self._lock:  # several threads may make the first update
+            if self._updates is None and not self._is_refused:
+                self._updates = self._open_updates()
+                self._is_refused = self._updates is None
+                if self._updates is not None:
+                    tensorflow_names.report_to(self._updates.session.health)
+            return self._updates
 
     def _record_eager(self, update: ObservedUpdate) -> None:
         updates = self._opened()
@@ -265,7 +273,7 @@ class GraphUpdates:
         for function in functions:
             graph.functions.add(function)
         if form not in graph.forms:
-            graph.forms[form] = tuple(update.variables), tuple(update.describe())
+            graph.forms[form] = tuple(map(id, update.variables)), tuple(update.describe())
         graph.skips = update.is_finite is not None
         added = {key: variable for key, variable in added.items() if key not in graph.variables}
         graph.variables.update(added)
@@ -310,7 +318,10 @@ class GraphUpdates:
         updates, source = self._opened(), graph.source()
         if updates is None or source is None or form is None:
             return None, ()
-        variables, infos = graph.forms[form]
+        keys, infos = graph.forms[form]
+        variables = [graph.variables.get(key) for key in keys]
+        if any(variable is None for variable in variables):
+            return None, ()
         return updates.recorder_of(source, variables, lambda: infos) or (None, ())
 
     def _record_graphs(self, graphs: Sequence[_Graph]) -> None:
@@ -345,7 +356,7 @@ class GraphUpdates:
                 recorder, rows = self._recorded(graph, form)
             if recorder is None:
                 return
-            arrays = tuple(weights.get(id(variable)) for variable in graph.forms[update.form][0])
+            arrays = tuple(map(weights.get, graph.forms[update.form][0]))
             own = HostArrays(arrays) if weights else None
             if update.number > number:
                 self.count("missed_steps", update.number - number)

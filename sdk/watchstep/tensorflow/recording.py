@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,10 +24,14 @@ _MAX_SOURCES = 16
 
 
 class _VariableSet:
-    """The variables that a tape's gradients are computed for: they stand for an optimizer."""
+    """The variables that a tape's gradients are computed for: they stand for an optimizer. They are weakly referenced."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
-        self.variables = tuple(variables)
+        self._references = tuple(map(weakref.ref, variables))
+
+    def exists(self) -> bool:
+        """Return whether the program still has these variables."""
+        return all(reference() is not None for reference in self._references)
 
 
 class TapeUpdates:
@@ -69,7 +74,9 @@ class TapeUpdates:
             return
         key = tuple(map(id, result.variables))
         source = self._sets.get(key)
-        if source is None:
+        if source is None or not source.exists():
+            source = None  # a later training begins
+            self._sets = {other: entry for other, entry in self._sets.items() if entry.exists()}
             if len(self._sets) >= _MAX_SOURCES:
                 self._graphs.count("unobserved_optimizers")
                 return
@@ -107,8 +114,12 @@ class TapeUpdates:
         return updates
 
 
+_recordings: weakref.WeakValueDictionary[int, TapeUpdates] = weakref.WeakValueDictionary()
+"""Recordings by the id of their hook, which they reference: a program may create one for each training."""
+
+
 class TapeRecording:
-    """Records a TensorFlow program with a loop of its own.
+    """Records a TensorFlow program with a loop of its own. Another one with the same hook is the same recording.
 
     Example::
 
@@ -132,8 +143,11 @@ class TapeRecording:
             ConfigError: the hook's gate policy skips updates, which is not possible from outside of a compiled step.
         """
         with contained(hook, "TensorFlow"):
-            updates = TapeUpdates(lambda: hook)
-            updates.start()
+            updates = _recordings.get(id(hook))
+            if updates is None:
+                updates = TapeUpdates(lambda: hook)
+                updates.start()
+                _recordings[id(hook)] = updates
             self._updates = updates
 
 

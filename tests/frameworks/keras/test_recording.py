@@ -160,6 +160,37 @@ def test_an_unmodified_program_is_recorded(tmp_path: Path, backend: str) -> None
     assert list(figures(run, "dense.kernel:gradient")) == list(range(6))
 
 
+IN_THREADS = """
+import threading
+import keras
+import numpy as np
+x = np.random.default_rng(0).standard_normal((48, 4)).astype("float32")
+start = threading.Barrier(3)
+
+
+def train(number):
+    layer = keras.layers.Dense(2, name=f"layer_{number}", kernel_initializer="ones")
+    model = keras.Sequential([keras.Input((4,)), layer])
+    model.compile(optimizer="adam", loss="mse")
+    start.wait()
+    model.fit(x, x[:, :2], batch_size=8, verbose=0, shuffle=False)
+
+
+threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "jax"])
+def test_trainings_that_begin_at_once_in_threads_are_recorded(tmp_path: Path, backend: str) -> None:
+    run = unmodified_run(tmp_path, IN_THREADS, INJECTED, KERAS_BACKEND=backend)
+    assert set(range(6)) <= set(run.steps("train"))
+    assert {f"layer_{number}.kernel:gradient" for number in range(3)} <= set(run.tensors())
+
+
 # Programs with several models, losses or optimizers
 
 
@@ -169,8 +200,8 @@ UNUSUAL_PROGRAMS = Path(__file__).with_name("unusual_programs.py")
 UNUSUAL_BACKENDS = [name for name in ("tensorflow", "torch") if importlib.util.find_spec(name)]
 UNUSUAL_KINDS = {
     "tensorflow": "own_updates copied adversarial alternating evaluating several_losses one_replica seldom_used unknown_size checked "
-    "plain_variables fit_within_fit replica_functions warm_up",
-    "torch": "own_updates copied alternating evaluating fit_within_fit warm_up",
+    "plain_variables fit_within_fit fit_in_thread replica_functions warm_up",
+    "torch": "own_updates copied alternating evaluating fit_within_fit fit_in_thread warm_up",
 }
 needs_tensorflow = pytest.mark.skipif(
     "tensorflow" not in UNUSUAL_BACKENDS, reason="TENSORFLOW IS NOT INSTALLED: as above"
@@ -322,14 +353,29 @@ def test_variables_of_tensorflow_are_recorded(programs: RecordedPrograms) -> Non
     assert len(values(programs.run("tensorflow", "plain_variables"), "weight")) == 4
 
 
+@pytest.mark.parametrize("kind", ["fit_within_fit", "fit_in_thread"])
 @pytest.mark.parametrize("backend", UNUSUAL_BACKENDS)
-def test_a_training_within_a_training_does_not_count_steps(programs: RecordedPrograms, backend: str) -> None:
-    run = programs.run(backend, "fit_within_fit")
-    losses = programs.results(backend)["fit_within_fit"]["losses"]
+def test_a_training_within_a_training_does_not_count_steps(
+    programs: RecordedPrograms, backend: str, kind: str
+) -> None:
+    run = programs.run(backend, kind)
+    losses = programs.results(backend)[kind]["losses"]
     recorded = values(run, "loss")
     assert len(recorded) == 12
     assert [sum(recorded[at : at + 4]) / 4 for at in (0, 4, 8)] == pytest.approx(losses, rel=1e-5)
     assert len(values(run, "model_2.hidden.kernel:gradient")) == 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_callbacks_with_one_hook_record_each_update_once(
+    programs: RecordedPrograms, backend: str
+) -> None:
+    result = programs.results(backend)["a_callback_for_each_fit"]
+    assert result["equal"]
+    assert result["faults"] == {}
+    run = programs.run(backend, "a_callback_for_each_fit")
+    assert run.steps("train") == list(range(12))
+    assert len(values(run, "loss")) == 12
 
 
 @pytest.mark.skipif("jax" not in BACKENDS, reason="JAX IS NOT INSTALLED: as above")

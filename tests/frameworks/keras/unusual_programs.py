@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -339,12 +340,25 @@ class InnerFit(keras.callbacks.Callback):
         self.inner.fit(x[:BATCH], y[:BATCH], batch_size=BATCH, shuffle=False, verbose=0)
 
 
-def fit_within_fit(record: Wrap) -> Any:
-    model, callback = classifier(keras.optimizers.SGD(0.2)), InnerFit()
+def fit_within_fit(record: Wrap, kind: type[InnerFit] = InnerFit) -> Any:
+    model, callback = classifier(keras.optimizers.SGD(0.2)), kind()
     x, y = all_data()
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "epochs": 3}
     losses = model.fit(x, y, callbacks=[*record(), callback], **options).history["loss"]
     return losses, bits(model, callback.inner)
+
+
+class FitInThread(InnerFit):
+    """Trains another model in a thread of its own at the end of each epoch, as trials of a search in several threads do."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        thread = threading.Thread(target=super().on_epoch_end, args=(epoch,))
+        thread.start()
+        thread.join()
+
+
+def fit_in_thread(record: Wrap) -> Any:
+    return fit_within_fit(record, FitInThread)
 
 
 def two_trainings(record: Wrap) -> Any:
@@ -356,6 +370,11 @@ def two_trainings(record: Wrap) -> Any:
     model.layers[0].trainable = True
     model.compile(keras.optimizers.SGD(0.1), loss=model.loss)
     return first + fitted(model, list), bits(model)
+
+
+def a_callback_for_each_fit(record: Wrap) -> Any:
+    model = classifier(keras.optimizers.SGD(0.1))
+    return [loss for _ in range(3) for loss in fitted(model, record)], bits(model)
 
 
 def many_trainings(record: Wrap) -> Any:
@@ -451,11 +470,11 @@ def copied(record: Wrap) -> Any:
 KINDS: dict[str, tuple[Callable[[Wrap], Any], ...]] = {
     "tensorflow": (
         own_updates, copied, adversarial, alternating, evaluating, several_losses, one_replica, seldom_used, unknown_size, checked,
-        plain_variables, fit_within_fit, changing_layers, alternating_layers, adversarial_rounds,
+        plain_variables, fit_within_fit, fit_in_thread, a_callback_for_each_fit, changing_layers, alternating_layers, adversarial_rounds,
         replica_functions, warm_up,
     ),
-    "torch": (own_updates, copied, alternating, evaluating, fit_within_fit, changing_layers, many_trainings, warm_up),
-    "jax": (two_trainings, many_trainings),
+    "torch": (own_updates, copied, alternating, evaluating, fit_within_fit, fit_in_thread, a_callback_for_each_fit, changing_layers, many_trainings, warm_up),
+    "jax": (two_trainings, a_callback_for_each_fit, many_trainings),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,31 @@ def test_gradients_in_a_data_set_add_nothing_to_it_and_are_reported(tmp_path: Pa
     assert plain == recorded
     assert hook.health["faults"] == {}
     assert "data set" in hook.health["notes"]["tensorflow"]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_each_of_many_trainings_counts_steps_and_none_keeps_its_variables(
+    tmp_path: Path, is_compiled: bool
+) -> None:
+    trainings, variables = 18, []
+    with watchstep.Hook(tmp_path, run="search", config=EVERY_STEP) as hook:
+        for _ in range(trainings):
+            record(hook)
+            kernel = tf.Variable(tf.ones((6, 1)), name="kernel")
+            variables.append(weakref.ref(kernel))
+
+            def update(x: Any, kernel: Any = kernel) -> None:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((x @ kernel - 1.0) ** 2)
+                kernel.assign_sub(0.1 * tape.gradient(loss, kernel))
+
+            function = tf.function(update) if is_compiled else update
+            for x in inputs(2):
+                function(x)
+            del kernel, update, function
+            gc.collect()
+            assert sum(reference() is not None for reference in variables) == 0
+    run = watchstep.open_run(hook.run_url)
+    assert run.steps("train") == list(range(2 * trainings))
+    assert set(run.tensors()) >= {"kernel:gradient", "loss"}
+    assert hook.health["faults"] == {}
