@@ -514,8 +514,11 @@ def _ranks(layouts: Sequence[UpdateLayout]) -> list[int]:
     return ranks
 
 
+_readers: weakref.WeakKeyDictionary[Hook, UpdateReader] = weakref.WeakKeyDictionary()
+
+
 class Recording:
-    """Records a JAX program with a hook.
+    """Records a JAX program with a hook. Another one with the same hook is the same recording.
 
     Example::
 
@@ -545,7 +548,9 @@ class Recording:
         self._reader: UpdateReader | None = None
         jax_names.report_to(health_of(hook))
         with contained(hook, "JAX"):
-            self._start(hook, figures, activations=activations)
+            self._reader = _readers.get(hook)
+            if self._reader is None:
+                self._start(hook, figures, activations=activations)
 
     def _start(self, hook: Hook, figures: Literal["host", "device"] | None, *, activations: bool) -> None:
         policy = hook._on_nonfinite  # noqa: SLF001 - part of the hook's own package
@@ -570,7 +575,7 @@ class Recording:
         modules.observe_modules(observes)
         if observes:
             reader.observe_activations()
-        self._reader = reader
+        self._reader = _readers[hook] = reader
         hook.attach_updates(reader.count_by_hand, self.close)
         compiled_steps.observe(reader)
         traced_updates.observers_of_inner.append(self.inner_update)
@@ -613,9 +618,7 @@ class Recording:
         modules.observe_modules(False)
         if self.inner_update in traced_updates.observers_of_inner:
             traced_updates.observers_of_inner.remove(self.inner_update)
-        if self._note in traced_updates.not_observed:
             traced_updates.not_observed.remove(self._note)
-        if self._health.fault in traced_updates.faults:
             traced_updates.faults.remove(self._health.fault)
 
 

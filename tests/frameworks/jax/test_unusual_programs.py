@@ -74,6 +74,22 @@ def test_gradients_and_weights_may_have_other_dtypes(hook: Hook) -> None:
     assert values(run, "large", "max")[0] == values(run, "large:gradient", "max")[0] == 2.0
 
 
+def test_another_recording_of_the_same_hook_records_nothing_twice(hook: Hook) -> None:
+    """As a notebook does whose cell is run again."""
+    again = Recording(hook)
+    optimizer = optax.sgd(0.1)
+    step = jax.jit(stepping(optimizer))
+    weight, state = jnp.ones((3, 4)), optimizer.init(jnp.ones((3, 4)))
+    losses = []
+    for _ in range(3):
+        weight, state, loss = step(weight, state, BATCH)
+        losses.append(float(loss))
+    run = closed(hook)
+    again.close()
+    assert run.steps() == [0, 1, 2]
+    assert values(run, "loss") == pytest.approx(losses)
+
+
 def test_one_structure_in_two_dtypes_is_two_models(hook: Hook) -> None:
     optimizer = optax.sgd(0.1)
     step = jax.jit(stepping(optimizer))
