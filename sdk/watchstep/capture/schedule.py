@@ -244,6 +244,11 @@ class Budget:
         }
 
     @property
+    def step_time(self) -> float | None:
+        """The usual seconds of a step of the program's own work; None before the first one has ended."""
+        return self._step_time
+
+    @property
     def affords_more(self) -> bool:
         """Whether the account is not overdrawn, so that something rare may be measured on credit."""
         return self._saved >= 0

@@ -84,6 +84,15 @@ def _measure(plain: list[Tensor]) -> Measurement:
     return Completed(StatisticsBatch.concatenate([measure_array(_as_array(tensor)) for tensor in plain]))
 
 
+def measure_figures(tensors: Sequence[Tensor]) -> Measurement | None:
+    """Measure tensors in host memory without histograms; None if the compiled kernel is missing or cannot read one of them."""
+    native = native_kernel.load()
+    memory = None if native is None else native_ranges(tensors, _memory_of_part)
+    if native is None or memory is None or not all(memory.addresses) or any(map(Tensor.is_neg, tensors)):
+        return None
+    return native.measure_ranges(memory, histogram=False)
+
+
 def device_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the values in this process as dense tensors in any element order, as a device's kernel requires."""
     return [_dense(_plain(tensor)) for tensor in tensors]

@@ -650,6 +650,7 @@ class Watch:
             self._parameters.measure_gradients(updated, step, scaling, measured)
             self._buffers.measure(step)
             self._not_in_optimizer.measure(step)
+        self._parameters.keep(updated, step, scaling, measured)
         if self._session.full_tensors.any_due(step):
             self._parameters.save(updated, step, scaling)
             self._buffers.save(step)

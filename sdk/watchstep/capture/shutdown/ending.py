@@ -239,6 +239,7 @@ class Ending:
     def _last_words(self, state: EndState | None, reason: str, *, dying: bool) -> EndDocument:
         last = self._recorder.last_finished
         self._writer.expect_end()
+        self._recorder.is_recalling |= dying or state == "failed"
         self._recorder.hand_over()
         if self._recorder.guarding is not None:
             self._recorder.guarding.end()

@@ -263,10 +263,17 @@ _URGENT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """All records of one step."""
+    """All records of one step.
+
+    Attributes:
+        step: the step.
+        records: its records.
+        is_recalled: whether they were kept in memory, and later steps have been handed over already.
+    """
 
     step: int
     records: tuple[Record, ...]
+    is_recalled: bool = False
 
     @property
     def bytes(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.samples.capture import SampleCapture
+from watchstep.capture.steps.recent import RecentSteps
 from watchstep.capture.steps.record import (
     BoundedQueue,
     Condition,
@@ -224,6 +225,10 @@ class Recorder:
         """Searches for active runs to mirror into, until it returns True. Called after each step; never raises."""
         self.tracing: StepTracing | None = None
         """Traces the operations of chosen steps."""
+        self.recent: RecentSteps | None = None
+        """Steps whose rows are written only if a failure or a stop asks for them."""
+        self.is_recalling = False
+        """Whether the rows of recent steps are written with those of the current step. Set on any thread."""
         self._updates = 0
         self._queue = queue
         self._health = health
@@ -234,6 +239,7 @@ class Recorder:
         self.stops = BarrierStop(worker, lambda: self.last_finished, takes_part=on_stop != "ignore")
         self._pending: list[Record] = []
         self._pending_bytes = 0
+        self._kept: list[Record] = []
         self._scalars = ScalarValues(health)
         self._finished = False
         self._nonfinite = False
@@ -294,6 +300,7 @@ class Recorder:
             source: what stops, for the message.
         """
         self.stopped, self.acknowledged = request(reason, self.step), True
+        self.is_recalling = True
         try:
             if self.guarding is None or not self.guarding.ended:
                 self.hand_over()
@@ -330,6 +337,10 @@ class Recorder:
             return
         self._append(record)
 
+    def keep(self, group: Group, measurement: Measurement, condition: Condition | None = None) -> None:
+        """Keep statistics of the current step in mode train in `recent`."""
+        self._kept.append(self._record("train", group, measurement, condition=condition))
+
     def begin_update(self) -> None:
         """Start an update: what is recorded until `update` is set to 0 belongs to it."""
         self._updates += 1
@@ -340,6 +351,7 @@ class Recorder:
         remaining = [record for record in self._pending if record.update != update]
         self._pending_bytes -= sum(record.bytes for record in self._pending if record.update == update)
         self._pending = remaining
+        self._kept = [record for record in self._kept if record.update != update]
 
     def _append(self, record: Record) -> None:
         self._pending.append(record)
@@ -465,7 +477,11 @@ class Recorder:
         self._flush_scalars()
         if self._system is not None and (sampled := self._system.rows.take()) is not None:
             self._append(_record_of(sampled, self.step, self.worker))
+        kept, self._kept = self._kept, []
+        if self.recent is not None and kept:
+            self.recent.add(FinishedStep(self.step, tuple(kept), is_recalled=True))
         if not self._pending and not has_tensors:  # rows about saved objects are added to steps
+            self._recall(self.is_recalling)
             return
         if self.guarding is not None and self._pending:
             self._pending = self.guarding.completed(self._pending)
@@ -474,9 +490,19 @@ class Recorder:
         self._pending, self._pending_bytes = [], 0
         begins = self._nonfinite and not self._was_nonfinite
         self._was_nonfinite, self._nonfinite = self._nonfinite, False
-        if not self._queue.offer(item, urgent=begins and self._is_urgent()):
+        is_urgent = begins and self._is_urgent()
+        self._recall(is_urgent or self.is_recalling)
+        if not self._queue.offer(item, urgent=is_urgent):
             self._health.count("dropped_rows", item.rows)
             self._health.count("dropped_steps")
+
+    def _recall(self, is_due: bool) -> None:
+        """Pass what is kept of the last steps to the writer, if it is due."""
+        if not is_due or self.recent is None:
+            return
+        self.is_recalling = False
+        for item in self.recent.take(self.step):
+            self._health.count("recalled_steps" if self._queue.offer(item) else "dropped_steps")
 
     def _is_urgent(self) -> bool:
         """Return whether a series of non-finite steps is written at once: the first ones, and later one in `_URGENT_INTERVAL`."""
@@ -527,7 +553,7 @@ class Recorder:
     def _apply_control(self, request: StopRequest) -> None:
         if self._on_stop == "ignore":
             return
-        self.acknowledged = True
+        self.acknowledged = self.is_recalling = True
         self.hand_over()
         sys.stderr.write(f"watchstep: stop requested, after step {self.step}: {printable(request.reason)}\n")
         if self._on_stop == "check":

@@ -11,6 +11,7 @@ from watchstep.capture.identity import Identity
 from watchstep.capture.needs import not_provided, with_tensors
 from watchstep.capture.samples.capture import SampleCapture
 from watchstep.capture.schedule import Schedule
+from watchstep.capture.steps.recent import RecentSteps
 from watchstep.capture.steps.record import BoundedQueue, LossOnsets
 from watchstep.capture.steps.recorder import Recorder
 from watchstep.capture.stop import StopExchange
@@ -93,6 +94,9 @@ class Session:
         if schedule.budget is not None:
             health.account("overhead", schedule.budget.shares)
         recorder = Recorder(worker, queue, health, on_stop, first_step, system)
+        if schedule.budget is not None:
+            budget = schedule.budget
+            recorder.recent = RecentSteps(lambda: budget.step_time)
         onsets = None
         if config.gate:
             onsets = LossOnsets(lambda excess: schedule.onset(recorder.step, excess))
@@ -135,6 +139,7 @@ def apply_control(
     if document.stop is not None or document.tombstone or any(requested):
         session.snapshot_writer.protect()
         session.samples.request_upload()
+        session.recorder.is_recalling = True
 
 
 def start_sampling(session: Session, identity: Identity) -> Sampler | None:

@@ -175,7 +175,7 @@ class ClippedGradients:
         self._backward += 1
 
     def clipping(self, clipped: Sequence[Tensor]) -> None:
-        """Measure the gradients of parameters that have not been clipped since the backward pass."""
+        """Measure the gradients of parameters that have not been clipped since the backward pass, if they are due or kept in memory."""
         if not self._before_clipping or self._is_between_steps:
             return
         ids = self._parameters.watched(clipped)
@@ -247,9 +247,7 @@ class ClippedGradients:
                 measured |= clip.ids
                 for result in clip.measured:
                     self.released_nonfinite |= bool(result.measurement.nonfinite)
-                    self._recorder.add(
-                        result.group, result.measurement, probes=result.probes, condition=condition
-                    )
+                    self._parameters.record(result, self._recorder.step, condition)
         self._released_clips += [clip for clip in self._clips if clip.ids & ids]
         self._released_norms += [norm for norm in self._norms if norm.ids & ids]
         self._forget(ids)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from watchstep.capture.config import ADAPTIVE
 from watchstep.capture.steps.record import Condition, Group, Probe
 from watchstep.capture.steps.session import Session
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel, Measurement
-from watchstep.pytorch.kernel import Checksums
+from watchstep.pytorch.kernel import Checksums, measure_figures
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.parameters.amp import PLAIN, Scaling, measure_unscaled, unscaled
@@ -97,6 +98,20 @@ class _Part:
 
 
 @dataclass(frozen=True)
+class _Kept:
+    """Tensors of any collections that are measured together without being due."""
+
+    members: list[NamedParameter]
+    group: Group
+
+    @classmethod
+    def of(cls, members: list[NamedParameter], describe: Describe) -> _Kept:
+        described = [describe(named) for named in members]
+        infos, places = tuple(info for info, _ in described), tuple(place for _, place in described)
+        return cls(members, Group(infos, places))
+
+
+@dataclass(frozen=True)
 class Updated:
     """The watched parameters that one optimizer updates.
 
@@ -106,6 +121,7 @@ class Updated:
         weights, gradients, updates: Those that this worker records, by collections.
         checksums: Those that other workers also have.
         is_recorded: Whether this worker records any of them: only one of several replicas does.
+        kept_weights, kept_gradients: Those that are recorded as often as the budget allows, in one group each.
     """
 
     ids: list[int]
@@ -115,15 +131,25 @@ class Updated:
     updates: list[_Part]
     checksums: list[_Part]
     is_recorded: bool
+    kept_weights: _Kept
+    kept_gradients: _Kept
 
 
 @dataclass(frozen=True)
 class MeasuredGradients:
-    """Measured gradients that are not recorded yet."""
+    """Measured gradients that are not recorded yet.
+
+    Attributes:
+        group: Their descriptions.
+        measurement: Their statistics.
+        probes: Additional figures.
+        is_kept: Whether they are not due, and are only kept in memory.
+    """
 
     group: Group
     measurement: Measurement
     probes: tuple[Probe, ...]
+    is_kept: bool = False
 
 
 @dataclass
@@ -147,6 +173,9 @@ class Parameters:
         self._capture = session.full_tensors
         self._names = names
         self._kernel = kernel
+        self._adaptive = frozenset(
+            name for name, chosen in session.config.chosen.items() if chosen.cadence == ADAPTIVE
+        )
         self._named = names.parameters()
         self._updated: OptimizerMap[Updated] = OptimizerMap()
         self._before: OptimizerMap[list[_Before]] = OptimizerMap()
@@ -172,7 +201,7 @@ class Parameters:
         if cached is not None or any(i not in self._named for i in ids):
             self._reload()  # parameters have been added or removed
         updated = self._updated[optimizer] = _updated_of(
-            ids, [self._named[i] for i in ids if i in self._named]
+            ids, [self._named[i] for i in ids if i in self._named], self._adaptive
         )
         return updated
 
@@ -206,6 +235,53 @@ class Parameters:
     def measure_again(self) -> None:
         """Measure due tensors again although an earlier update of this step has been measured, because of a fault."""
         self._first.forget()
+
+    def keep(self, updated: Updated, step: int, scaling: Scaling, but: Collection[int]) -> None:
+        """Keep the figures of current weights and gradients that are not due, if that is cheap enough.
+
+        Args:
+            updated: Parameters of the optimizer.
+            step: Step of the run.
+            scaling: Scaling by a gradient scaler. Scaled gradients are not kept.
+            but: Ids of parameters with gradients that have already been measured.
+        """
+        recent = self._recorder.recent
+        if recent is None or not recent.wants(step):
+            return
+        since = self._schedule.now()
+        if self._first.left(("kept", ""), updated.ids, step):
+            if not self._is_due(updated.weights, step):
+                figures = self._figures([named.parameter for named in updated.kept_weights.members])
+                if figures is not None:
+                    self._recorder.keep(updated.kept_weights.group, figures)
+            if scaling.scale is None and not self._is_due(updated.gradients, step):
+                kept = self._kept_gradients(updated, but)
+                if kept is not None:
+                    self._recorder.keep(kept.group, kept.measurement, scaling.updates)
+        recent.spent(step, self._schedule.now() - since)
+        self._schedule.report_extra(since)
+
+    def _is_due(self, parts: Iterable[_Part], step: int) -> bool:
+        return any(self._schedule.due(part.collections, step) is not None for part in parts)
+
+    def _kept_gradients(self, updated: Updated, but: Collection[int] = ()) -> MeasuredGradients | None:
+        kept, gradients = updated.kept_gradients, []
+        for named in kept.members:
+            if (gradient := named.parameter.grad) is None or id(named.parameter) in but:
+                chosen = [
+                    n for n in kept.members if n.parameter.grad is not None and id(n.parameter) not in but
+                ]
+                kept = _Kept.of(chosen, _gradient)
+                gradients = [n.parameter.grad for n in chosen if n.parameter.grad is not None]
+                break
+            gradients.append(gradient)
+        figures = self._figures(gradients)
+        return None if figures is None else MeasuredGradients(kept.group, figures, (), is_kept=True)
+
+    @staticmethod
+    def _figures(tensors: Sequence[Tensor]) -> Measurement | None:
+        """Measure tensors in host memory without histograms; None if there are none, or the compiled kernel cannot read one of them."""
+        return measure_figures(tensors) if tensors else None
 
     def measure_weights(self, updated: Updated, step: int) -> None:
         """Measure weights and biases that are due."""
@@ -254,8 +330,22 @@ class Parameters:
         for measured in self._gradients(
             updated.gradients if groups is None else groups, step, scaling, "gradient"
         ):
+            self.record(measured, step, scaling.updates)
+
+    def record(self, measured: MeasuredGradients, step: int, condition: Condition | None) -> None:
+        """Record measured gradients, or keep them in memory if they are not due.
+
+        Args:
+            measured: The gradients.
+            step: Step of the run.
+            condition: Condition that the update is made, if this is not known yet.
+        """
+        collections = [info.collections for info in measured.group.tensors] if measured.is_kept else []
+        if collections and all(self._schedule.due(names, step) is None for names in set(collections)):
+            self._recorder.keep(measured.group, measured.measurement, condition)
+        else:
             self._recorder.add(
-                measured.group, measured.measurement, probes=measured.probes, condition=scaling.updates
+                measured.group, measured.measurement, probes=measured.probes, condition=condition
             )
 
     def save(self, updated: Updated, step: int, scaling: Scaling = PLAIN) -> None:
@@ -293,13 +383,22 @@ class Parameters:
         return frozenset(id(parameter) for parameter in parameters if id(parameter) in self._named)
 
     def gradients_of(self, parameters: Sequence[Tensor], step: int) -> list[MeasuredGradients]:
-        """Measure due current gradients of some watched parameters, without recording them."""
+        """Measure current gradients of some watched parameters that are due, or kept in memory, without recording them."""
         ids = tuple(map(id, parameters))
         updated = self._clipped.get(ids)
         if updated is None:
             if len(self._clipped) >= _MAX_CLIPPED_SETS:
                 self._clipped.clear()
-            updated = self._clipped[ids] = _updated_of(list(ids), [self._named[i] for i in ids])
+            updated = self._clipped[ids] = _updated_of(
+                list(ids), [self._named[i] for i in ids], self._adaptive
+            )
+        recent = self._recorder.recent
+        if recent is not None and recent.wants(step) and not self._is_due(updated.gradients, step):
+            since = self._schedule.now()
+            kept = self._kept_gradients(updated)
+            recent.spent(step, self._schedule.now() - since)
+            self._schedule.report_extra(since)
+            return [] if kept is None else [kept]
         return list(self._gradients(updated.gradients, step))
 
     def _gradients(
@@ -466,7 +565,7 @@ def _described(part: _Part, describe: Describe) -> list[tuple[TensorInfo, Placem
     return [describe(named) for named in part.members]
 
 
-def _updated_of(ids: list[int], parameters: list[NamedParameter]) -> Updated:
+def _updated_of(ids: list[int], parameters: list[NamedParameter], adaptive: frozenset[str]) -> Updated:
     recorded = [named for named in parameters if named.placement.records]
     return Updated(
         ids,
@@ -476,6 +575,14 @@ def _updated_of(ids: list[int], parameters: list[NamedParameter]) -> Updated:
         updates=_parts(recorded, _update),
         checksums=_parts([named for named in parameters if named.placement.replicas > 1], _checksum),
         is_recorded=bool(recorded),
+        kept_weights=_kept(recorded, _weight, adaptive),
+        kept_gradients=_kept(recorded, _gradient, adaptive),
+    )
+
+
+def _kept(parameters: list[NamedParameter], describe: Describe, adaptive: frozenset[str]) -> _Kept:
+    return _Kept.of(
+        [named for named in parameters if not adaptive.isdisjoint(describe(named)[0].collections)], describe
     )
 
 

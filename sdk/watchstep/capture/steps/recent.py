@@ -1,0 +1,96 @@
+"""Rows of the last steps that are only kept in memory: the flight recorder.
+
+At most steps the budget pays for nothing, and a failure comes without a word of the steps before it. Where measuring is cheap, gradients and weights are measured at these
+steps, too. Their rows are written only if the step of a failure or a stop asks for them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+
+from watchstep.capture.steps.record import FinishedStep
+
+RECENT_STEPS = 50
+"""Number of steps that are kept."""
+
+RECENT_SHARE = 0.003
+"""Maximum cost, as a share of the program's time."""
+
+_MAX_BYTES = 16 * 1024 * 1024
+_MAX_INTERVAL = 5
+"""Maximum number of steps between two measured ones. At a larger one nothing is kept: the longest gap of the default recording is twice that."""
+
+_PAUSE = 100
+"""Steps without measuring after it was too expensive."""
+
+_COSTS = 5
+"""Number of the last costs whose median counts: a process that is interrupted takes any time."""
+
+_FEWEST_COSTS = 3
+_FIRST_STEP = 3  # steps before it are measured completely
+
+
+class RecentSteps:
+    """Steps in memory, and the decision which steps are measured for it. Used on the training thread."""
+
+    def __init__(self, step_time: Callable[[], float | None]) -> None:
+        """Start without steps.
+
+        Args:
+            step_time: returns the usual seconds of a step of the program's own work; None if they are unknown, and nothing is measured.
+        """
+        self._step_time = step_time
+        self._steps: deque[FinishedStep] = deque(maxlen=RECENT_STEPS)
+        self._bytes = 0
+        self._next = _FIRST_STEP
+        self._measured_at = -1
+        self._in_step = 0.0
+        self._costs: deque[float] = deque(maxlen=_COSTS)
+
+    def wants(self, step: int) -> bool:
+        """Return whether a step is measured."""
+        return step >= self._next or step == self._measured_at
+
+    def spent(self, step: int, seconds: float) -> None:
+        """Record the cost of measuring a step. It may be called several times in a step."""
+        if step != self._measured_at:
+            self._settle()
+            self._measured_at, self._in_step = step, 0.0
+            self._next = step + self._interval()
+        self._in_step += seconds
+
+    def add(self, finished: FinishedStep) -> None:
+        """Keep the rows of a step. The oldest ones are dropped beyond `RECENT_STEPS` or 16 MiB."""
+        if len(self._steps) == RECENT_STEPS:
+            self._bytes -= self._steps.popleft().bytes
+        self._steps.append(finished)
+        self._bytes += finished.bytes
+        while self._bytes > _MAX_BYTES:
+            self._bytes -= self._steps.popleft().bytes
+
+    def take(self, step: int) -> list[FinishedStep]:
+        """Remove and return what is kept of the `RECENT_STEPS` steps before a step, oldest first."""
+        taken = [finished for finished in self._steps if finished.step >= step - RECENT_STEPS]
+        self._steps.clear()
+        self._bytes = 0
+        return taken
+
+    def _settle(self) -> None:
+        if self._measured_at >= 0:
+            self._costs.append(self._in_step)
+
+    def _interval(self) -> int:
+        """Return the number of steps to the next measured one."""
+        step_time = self._step_time()
+        if not step_time:
+            return _PAUSE
+        if len(self._costs) < _FEWEST_COSTS:
+            return 1
+        interval = max(1, math.ceil(statistics.median(self._costs) / (RECENT_SHARE * step_time)))
+        if interval <= _MAX_INTERVAL:
+            return interval
+        self._costs.clear()
+        return _PAUSE
