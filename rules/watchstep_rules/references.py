@@ -459,7 +459,7 @@ def _statistics(
     decode(RunDocument, data, f"{run_store.location}/{RUN_DOCUMENT}")  # of a later version, it is not read
     budget = ReadBudget(max(0.0, deadline - time.monotonic()), _MEGABYTES)
     budget.check()
-    index = RunIndex(run_store, budget)
+    index = RunIndex(run_store, budget).judged()
     index.refresh()
     block, values = index.consistently(lambda: _rows_of_run(index, figures, budget))
     budget = index.budget or budget

@@ -188,7 +188,7 @@ def arrivals_by_steps(recorded: Recorded, rest: _Rest = _ALL) -> Iterator[Arriva
         rest: only these rows.
     """
     clock_ns = 0
-    for block, last in StepReader(recorded.run.index, recorded.attempt).chunks(rest.first):
+    for block, last in StepReader(recorded.run.index.judged(), recorded.attempt).chunks(rest.first):
         rows = block.where(_is_after(block, rest.after)) if rest.after else block
         if len(rows):
             clock_ns = max(clock_ns, int(rows.time_ns.max()))
@@ -297,7 +297,7 @@ class _Fetcher:
         self._store = recorded.store
         self._existing = {entry.key for entry in recorded.store.entries(f"{SEGMENTS}{recorded.attempt}/")}
         self._unread = set(self._existing)
-        self._reader = StepReader(recorded.run.index, recorded.attempt)
+        self._reader = StepReader(recorded.run.index.judged(), recorded.attempt)
         self._reached: dict[int, int] = {}
 
     def record(self, block: Block) -> None:

@@ -308,7 +308,7 @@ class Writer:
             if item is None:
                 break
             steps.append(item)
-            self._last_step = max(self._last_step, item.step)
+            self._last_step = item.step
             rows, size = rows + item.rows, size + item.bytes
         if steps:
             self._encoder.take_in(steps)

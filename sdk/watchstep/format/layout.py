@@ -9,6 +9,7 @@
       samples/<attempt>/<worker>/<seq>-<first>-<last>.samples
       bundles/<attempt>/<worker>/<step>-<reason>.safetensors
       traces/<attempt>/<worker>/<first>-<last>.zip
+      flights/<attempt>/<worker>/<first>-<last>.arrow
       end/<attempt>/<worker>.json
       stops/<attempt>/<step>/<worker>-<state>-<at>.json
       journal/<attempt>/<number>.json
@@ -38,6 +39,7 @@ SNAPSHOTS = "tensors/"
 SAMPLES = "samples/"
 BUNDLES = "bundles/"
 TRACES = "traces/"
+FLIGHTS = "flights/"
 JOURNALS = "journal/"
 BASELINES = "baselines/"
 REFERENCES = "references/"
@@ -64,6 +66,7 @@ _BUNDLE = (
     rf"(?P<step>{_NUMBER_PATTERN})-(?P<reason>{'|'.join(BUNDLE_REASONS)})\.safetensors"
 )
 _TRACE = rf"traces/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.zip"
+_FLIGHT = rf"flights/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.arrow"
 _SEQ_DIGITS = 10
 
 
@@ -320,6 +323,44 @@ class TraceKey:
         if not match or not _are_names(match["attempt"]) or int(match["first"]) > int(match["last"]):
             raise FormatError(
                 f"object {path!r} is not a trace", "leave only Watchstep's objects under traces/"
+            )
+        return cls(match["attempt"], int(match["worker"]), int(match["first"]), int(match["last"]))
+
+
+@dataclass(frozen=True, order=True)
+class FlightKey:
+    """Name of the object with figures of the steps before a failure of one worker, which no rule judges.
+
+    Attributes:
+        attempt: The attempt.
+        worker: The rank.
+        first: The first step.
+        last: The last step.
+    """
+
+    attempt: str
+    worker: int
+    first: int
+    last: int
+
+    @property
+    def path(self) -> str:
+        """Key relative to the run."""
+        attempt = check_name("attempt", self.attempt)
+        return f"{FLIGHTS}{attempt}/{self.worker}/{self.first}-{self.last}.arrow"
+
+    @classmethod
+    def parse(cls, path: str) -> FlightKey:
+        """Parse a key relative to the run.
+
+        Raises:
+            FormatError: It is not such a key.
+        """
+        match = re.fullmatch(_FLIGHT, path)
+        if not match or not _are_names(match["attempt"]) or int(match["first"]) > int(match["last"]):
+            raise FormatError(
+                f"object {path!r} has no steps before a failure",
+                "leave only Watchstep's objects under flights/",
             )
         return cls(match["attempt"], int(match["worker"]), int(match["first"]), int(match["last"]))
 

@@ -94,7 +94,7 @@ def compact(
         StoreError: the store cannot be read or written; existing data is unchanged.
     """
     store = open_run(run_url).store
-    index = RunIndex(store)
+    index = RunIndex(store).judged()
     index.refresh()
     written = 0
     if index.manifest is None or index.segments:
@@ -107,7 +107,9 @@ def compact(
 
 def _write_generation(store: Store) -> int:
     generation = claim_generation(store)
-    index = RunIndex(store)  # listed after the claim, which prevents the deletion of originals meanwhile
+    index = RunIndex(
+        store
+    ).judged()  # listed after the claim, which prevents the deletion of originals meanwhile
     index.refresh()
     attempts = index.consistently(lambda: _written_attempts(store, index, generation))
     sources = {*(index.manifest.sources if index.manifest else ()), *(key.path for key in index.segments)}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.block import Block, concatenate
-from watchstep.format.layout import SEGMENTS, SegmentKey
+from watchstep.format.layout import FLIGHTS, SEGMENTS, FlightKey, SegmentKey
 from watchstep.format.parquet.table import histograms_of, to_block
 from watchstep.format.segment_checks import HISTOGRAM_COLUMNS, PROBE, check_columns, check_steps, whole
 from watchstep.format.statistics import Histograms
@@ -104,6 +104,8 @@ class RunIndex:
         self._store = store
         self._readers = readers_of(store)
         self._segments: dict[SegmentKey, ArrowObject] = {}
+        self._flights: dict[FlightKey, ArrowObject] = {}
+        self._has_flights = True
         self._catalogues = Catalogues()
         self._generations = Generations(store, self._catalogues)
         self._started: dict[str, int] = {}
@@ -134,6 +136,13 @@ class RunIndex:
         copied.range_steps = (0, NO_CUT)
         return copied
 
+    def judged(self) -> RunIndex:
+        """Return the index with the rows that rules judge: without those of the steps before a failure."""
+        copied = copy(self)
+        copied._flights, copied._has_flights = {}, False  # noqa: SLF001 - same class
+        copied._forget()  # noqa: SLF001 - as above
+        return copied
+
     @property
     def is_restricted(self) -> bool:
         """Whether queries are restricted to a range of steps."""
@@ -160,6 +169,7 @@ class RunIndex:
         if new:
             self.damaged.update(new)
             self._segments = {key: segment for key, segment in self._segments.items() if key.path not in new}
+            self._flights = {key: flight for key, flight in self._flights.items() if key.path not in new}
             self._forget()
 
     def refresh(self) -> bool:
@@ -184,14 +194,39 @@ class RunIndex:
             self._spend()
         if any(key not in self._segments and key.path not in self.damaged for key in new):
             return self.refresh() or True  # one was deleted after listing: a newer generation includes it
-        if new or followed:
+        found = self._refresh_flights()
+        if new or followed or found:
             self._forget()
-        return bool(new) or followed
+        return bool(new) or followed or found
+
+    def _refresh_flights(self) -> bool:
+        """Look for new objects with the steps before a failure. Returns whether there were any."""
+        if not self._has_flights:
+            return False
+        new = {}
+        for entry in self._store.entries(FLIGHTS):
+            try:
+                key = FlightKey.parse(entry.key)
+            except FormatError as error:
+                self.damaged[entry.key] = error.what
+                continue
+            if key not in self._flights and key.path not in self.damaged:
+                new[key] = entry.size
+        opened = prefetch(lambda key: self._opened(key, new[key]), new, self._readers)
+        found = dict(self._flights)  # a snapshot of the index keeps the earlier ones
+        for key, stored in zip(new, opened, strict=True):
+            if stored is not None:
+                found[key] = stored
+            self._spend()
+        is_more = len(found) > len(self._flights)
+        self._flights = found
+        return is_more
 
     @property
     def memory(self) -> int:
         """Approximate memory of its segments in bytes; catalogues have a separate limit."""
-        return sum(segment.memory for segment in list(self._segments.values()))
+        stored = [*self._segments.values(), *self._flights.values()]
+        return sum(segment.memory for segment in stored)
 
     def _covers(self, key: SegmentKey) -> bool:
         return key.path in self._generations.sources
@@ -256,7 +291,7 @@ class RunIndex:
                 self.damaged[entry.key] = error.what
         return sizes
 
-    def _opened(self, key: SegmentKey, size: int) -> ArrowObject | None:
+    def _opened(self, key: SegmentKey | FlightKey, size: int) -> ArrowObject | None:
         try:
             opened = open_segment(self._store, key.path, size, self._catalogues)
             with whole(key.path):
@@ -276,6 +311,7 @@ class RunIndex:
             stored_objects += [
                 self._segments[key] for key in sorted(self._segments) if key.writer.attempt == attempt
             ]
+            stored_objects += [self._flights[key] for key in sorted(self._flights) if key.attempt == attempt]
             return [
                 Located(attempt, stored)
                 for stored in stored_objects

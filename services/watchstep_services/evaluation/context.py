@@ -170,7 +170,7 @@ class _CompactedRun:
     def _open(self) -> tuple[RunIndex, StepReader | None]:
         if self._opened is None:
             budget = ReadBudget(_SECONDS, _MEGABYTES)
-            index = RunIndex(self._store, budget)
+            index = RunIndex(self._store, budget).judged()
             reader = None
             # A refresh opens every segment that no manifest covers, so it is done only if there is a manifest.
             if any(entry.key.endswith("/manifest.json") for entry in self._store.entries(COMPACTED)):

@@ -181,7 +181,7 @@ _ADDED = "s????/"
 for several. A ``?`` is one character, so the next part can only be the attempt."""
 
 _LARGE = "??????s/"
-"""Snapshots (``tensors/``), bundles (``bundles/``) and samples (``samples/``) in one pattern. ``journal/``, of the service, does not match."""
+"""Snapshots (``tensors/``), bundles (``bundles/``), samples (``samples/``) and steps before a failure (``flights/``) in one pattern. ``journal/``, of the service, does not match."""
 
 _CREATES_ONLY = {"Null": {"s3:if-none-match": "false"}}
 """Requires ``If-None-Match`` in the request, so that it replaces nothing."""

@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from tests.sdk.training import batches, recorded, watched_training
-from watchstep import CaptureConfig, Hook, StopTraining
+from watchstep import CaptureConfig, Hook, StopTraining, open_run
 from watchstep.capture.steps.recent import RECENT_STEPS, RecentSteps
 from watchstep.capture.steps.record import FinishedStep
+from watchstep.capture.tensors.snapshots import StoredFile
 from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.reading.columns import Selection
+from watchstep.reading.compaction import compact
 
 STEP = 0.1
 """Seconds of a step of the program."""
@@ -85,7 +88,7 @@ def test_a_failure_has_the_steps_before_it(tmp_path: Path) -> None:
 def test_a_healthy_training_writes_none_of_them(tmp_path: Path) -> None:
     hook = train(tmp_path, 30)
     assert steps_of(hook, "0.weight:gradient") == [0, 1, 2]
-    assert "recalled_steps" not in hook.health["counts"]
+    assert "flights" not in hook.health["counts"]
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -134,23 +137,38 @@ def test_an_exception_of_the_program_asks_for_them(tmp_path: Path) -> None:
     assert steps_of(hook, "0.weight:gradient") == list(range(20))
 
 
+def test_rules_and_compaction_leave_them_out(tmp_path: Path) -> None:
+    hook = train(tmp_path, 14, change=bad_at(12))
+    run = recorded(hook)
+    name, whole = "0.weight:gradient", list(range(14))
+    judged = run.index.judged()
+    selection = Selection(("mean",), frozenset([name]))
+    assert sorted(set(judged.collect(selection)["step"].tolist())) == [0, 1, 2, 12, 13]
+    compact(hook.run_url)
+    again = open_run(hook.run_url)
+    assert again.tensor(name).statistics()["step"].to_pylist() == whole
+    judged = again.index.judged()
+    assert sorted(set(judged.collect(selection)["step"].tolist())) == [0, 1, 2, 12, 13]
+
+
 def test_where_measuring_is_too_expensive_nothing_is_kept(tmp_path: Path) -> None:
     hook = train(tmp_path, 40, reading=0.005, change=bad_at(38))
-    assert steps_of(hook, "0.weight:gradient")[:3] == [0, 1, 2]
-    assert hook.health["counts"]["recalled_steps"] <= 4
+    assert len(steps_of(hook, "0.weight:gradient")) <= 12
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FinishedStep, "bytes", property(lambda self: 2**20))
-    recent = RecentSteps(lambda: STEP)
+    written: list[StoredFile] = []
+    recent = RecentSteps(3, lambda: STEP, written.append)
     for step in range(40):
         recent.add(FinishedStep(step, ()))
-    assert [finished.step for finished in recent.take(40)] == list(range(24, 40))
-    assert recent.take(40) == []
+    recent.write(40)
+    recent.write(41)
+    assert [file.key("a1") for file in written] == ["flights/a1/3/24-39.arrow"]
 
 
 def test_the_interval_follows_the_cost() -> None:
-    recent = RecentSteps(lambda: STEP)
+    recent = RecentSteps(0, lambda: STEP, lambda file: None)
     measured = []
     for step in range(300):
         if recent.wants(step):

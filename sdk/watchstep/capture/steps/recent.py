@@ -1,7 +1,7 @@
-"""Rows of the last steps that are only kept in memory: the flight recorder.
+"""Figures of the last steps, in memory until a failure or a stop asks for them: the flight recorder.
 
 At most steps the budget pays for nothing, and a failure comes without a word of the steps before it. Where measuring is cheap, gradients and weights are measured at these
-steps, too. Their rows are written only if the step of a failure or a stop asks for them.
+steps, too. Their rows are an object of their own, which readers read and no rule judges: a segment has all rows of a step of a rank, and these come later.
 """
 
 from __future__ import annotations
@@ -9,9 +9,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from watchstep.capture.steps.record import FinishedStep
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.capture.steps.record import FinishedStep, join
+from watchstep.capture.tensors.snapshots import StoredFile
+from watchstep.format.layout import FlightKey
+from watchstep.format.segment import encode
 
 RECENT_STEPS = 50
 """Number of steps that are kept."""
@@ -36,13 +43,19 @@ _FIRST_STEP = 3  # steps before it are measured completely
 class RecentSteps:
     """Steps in memory, and the decision which steps are measured for it. Used on the training thread."""
 
-    def __init__(self, step_time: Callable[[], float | None]) -> None:
+    def __init__(
+        self, worker: int, step_time: Callable[[], float | None], store: Callable[[StoredFile], None]
+    ) -> None:
         """Start without steps.
 
         Args:
+            worker: the rank.
             step_time: returns the usual seconds of a step of the program's own work; None if they are unknown, and nothing is measured.
+            store: receives an object that is to be written.
         """
+        self._worker = worker
         self._step_time = step_time
+        self._store = store
         self._steps: deque[FinishedStep] = deque(maxlen=RECENT_STEPS)
         self._bytes = 0
         self._next = _FIRST_STEP
@@ -71,12 +84,20 @@ class RecentSteps:
         while self._bytes > _MAX_BYTES:
             self._bytes -= self._steps.popleft().bytes
 
-    def take(self, step: int) -> list[FinishedStep]:
-        """Remove and return what is kept of the `RECENT_STEPS` steps before a step, oldest first."""
-        taken = [finished for finished in self._steps if finished.step >= step - RECENT_STEPS]
-        self._steps.clear()
-        self._bytes = 0
-        return taken
+    def write(self, step: int) -> None:
+        """Let the rows that are kept of the `RECENT_STEPS` steps up to a step be written, and forget them."""
+        # A signal handler may interrupt this and take them, too.
+        kept, self._steps, self._bytes = self._steps, deque(maxlen=RECENT_STEPS), 0
+        steps = [finished for finished in kept if finished.step >= step - RECENT_STEPS]
+        if steps:
+            first, last = steps[0].step, steps[-1].step
+            self._store(
+                StoredFile(
+                    lambda attempt: FlightKey(attempt, self._worker, first, last).path,
+                    lambda: _encoded(steps),
+                    "flights",
+                )
+            )
 
     def _settle(self) -> None:
         if self._measured_at >= 0:
@@ -94,3 +115,9 @@ class RecentSteps:
             return interval
         self._costs.clear()
         return _PAUSE
+
+
+def _encoded(steps: Sequence[FinishedStep]) -> NDArray[np.uint8]:
+    block = join([record for finished in steps for record in finished.records])
+    block = replace(block, catalogue=tuple(info.bounded() for info in block.catalogue))
+    return np.frombuffer(encode(block), np.uint8)

@@ -263,17 +263,10 @@ _URGENT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """All records of one step.
-
-    Attributes:
-        step: the step.
-        records: its records.
-        is_recalled: whether they were kept in memory, and later steps have been handed over already.
-    """
+    """All records of one step."""
 
     step: int
     records: tuple[Record, ...]
-    is_recalled: bool = False
 
     @property
     def bytes(self) -> int:

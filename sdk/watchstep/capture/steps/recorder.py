@@ -479,9 +479,9 @@ class Recorder:
             self._append(_record_of(sampled, self.step, self.worker))
         kept, self._kept = self._kept, []
         if self.recent is not None and kept:
-            self.recent.add(FinishedStep(self.step, tuple(kept), is_recalled=True))
+            self.recent.add(FinishedStep(self.step, tuple(kept)))
         if not self._pending and not has_tensors:  # rows about saved objects are added to steps
-            self._recall(self.is_recalling)
+            self._write_recent(is_due=self.is_recalling)
             return
         if self.guarding is not None and self._pending:
             self._pending = self.guarding.completed(self._pending)
@@ -491,18 +491,15 @@ class Recorder:
         begins = self._nonfinite and not self._was_nonfinite
         self._was_nonfinite, self._nonfinite = self._nonfinite, False
         is_urgent = begins and self._is_urgent()
-        self._recall(is_urgent or self.is_recalling)
+        self._write_recent(is_due=is_urgent or self.is_recalling)
         if not self._queue.offer(item, urgent=is_urgent):
             self._health.count("dropped_rows", item.rows)
             self._health.count("dropped_steps")
 
-    def _recall(self, is_due: bool) -> None:
-        """Pass what is kept of the last steps to the writer, if it is due."""
-        if not is_due or self.recent is None:
-            return
-        self.is_recalling = False
-        for item in self.recent.take(self.step):
-            self._health.count("recalled_steps" if self._queue.offer(item) else "dropped_steps")
+    def _write_recent(self, *, is_due: bool) -> None:
+        if is_due and self.recent is not None:
+            self.is_recalling = False
+            self.recent.write(self.step)
 
     def _is_urgent(self) -> bool:
         """Return whether a series of non-finite steps is written at once: the first ones, and later one in `_URGENT_INTERVAL`."""

@@ -94,14 +94,14 @@ class Session:
         if schedule.budget is not None:
             health.account("overhead", schedule.budget.shares)
         recorder = Recorder(worker, queue, health, on_stop, first_step, system)
-        if schedule.budget is not None:
-            budget = schedule.budget
-            recorder.recent = RecentSteps(lambda: budget.step_time)
         onsets = None
         if config.gate:
             onsets = LossOnsets(lambda excess: schedule.onset(recorder.step, excess))
             recorder.watch_onsets(onsets)
         writer = SnapshotWriter(config.snapshots, worker, health)
+        if schedule.budget is not None:
+            budget = schedule.budget
+            recorder.recent = RecentSteps(worker, lambda: budget.step_time, writer.offer)
         recorder.full_tensors = TensorCapture(config, schedule, writer, health)
         return cls(
             config,

@@ -234,22 +234,13 @@ a catalogue takes 16 µs per tensor."""
 
 @dataclass(frozen=True)
 class _Steps:
-    """Several steps as one block, which needs few Python objects regardless of the number of records.
-
-    Attributes:
-        first, last: the least and the greatest step.
-        number: number of steps.
-        rows: number of rows before rows of equal tensors are merged.
-        block: the rows.
-        is_recalled: whether later steps have been passed on already.
-    """
+    """Several steps as one block, which needs few Python objects regardless of the number of records."""
 
     first: int
     last: int
     number: int
     rows: int
     block: Block
-    is_recalled: bool
 
 
 _ROW_BYTES = 60
@@ -279,46 +270,37 @@ class SegmentEncoder:
         self.bytes = 0
 
     def pass_on(self, receive: Callable[[Block], None]) -> None:
-        """Also pass the rows of each encoded segment to a function, which must not block or raise. Recalled steps are not passed: others follow them already."""
+        """Also pass the rows of each encoded segment to a function, which must not block or raise."""
         self._encoded_rows = receive
 
     def pass_on_at_once(self, receive: Callable[[Block], None]) -> None:
-        """Also pass rows to a function as they are collected, which must not block or raise, as `pass_on`. Rows of a step may come in parts."""
+        """Also pass rows to a function as they are collected, which must not block or raise. Rows of a step may come in parts."""
         self._taken_rows = receive
 
     def take_in(self, steps: list[FinishedStep]) -> None:
-        """Convert some steps to arrays for the next segments. Steps that cannot be converted are dropped and counted."""
-        for is_recalled in (True, False):
-            chosen = [step for step in steps if step.is_recalled is is_recalled]
-            if chosen:
-                self._take_in(chosen)
-
-    def _take_in(self, steps: list[FinishedStep]) -> None:
+        """Convert some steps to arrays for the next segment. Steps that cannot be converted are dropped and counted."""
         try:
             block = join([record for step in steps for record in step.records])
         except Exception as error:  # noqa: BLE001 - counted; other steps may be valid
             if len(steps) > 1:
                 for step in steps:
-                    self._take_in([step])
+                    self.take_in([step])
                 return
             self._drop(len(steps), sum(step.rows for step in steps), error)
             return
         if len(block):
             rows = sum(step.rows for step in steps)
-            is_recalled = steps[0].is_recalled
-            self._taken.append(_Steps(steps[0].step, steps[-1].step, len(steps), rows, block, is_recalled))
+            self._taken.append(_Steps(steps[0].step, steps[-1].step, len(steps), rows, block))
             self.rows += rows
             self.bytes += block.statistics.bytes + _ROW_BYTES * len(block)
-            if self._taken_rows is not None and not is_recalled:
+            if self._taken_rows is not None:
                 self._taken_rows(block)
 
     def encode(self) -> None:
-        """Add segments of the collected steps to the backlog, one of recalled steps and one of others. Steps that cannot be encoded are dropped and counted."""
+        """Add a segment of the collected steps to the backlog. Steps that cannot be encoded are dropped and counted."""
         taken = self._take_out()
-        for is_recalled in (True, False):
-            chosen = [steps for steps in taken if steps.is_recalled is is_recalled]
-            if chosen:
-                self._encode(chosen)
+        if taken:
+            self._encode(taken)
 
     def drop_rest(self) -> None:
         """Count collected steps that cannot be written any more as dropped."""
@@ -343,7 +325,7 @@ class SegmentEncoder:
             self._drop(taken[0].number, taken[0].rows, error)
             return
         self._backlog.add(taken[0].first, taken[-1].last, len(block), data)
-        if self._encoded_rows is not None and not taken[0].is_recalled:
+        if self._encoded_rows is not None:
             self._encoded_rows(block)
 
     def _drop(self, steps: int, rows: int, error: Exception | None = None) -> None:
