@@ -62,11 +62,12 @@ class Recording:
         world_size: int = 1,
         on_stop: OnStop = "raise",
         started_ns: int = 1,
+        late: bool = False,
     ) -> Recording:
         """Write the run's and the attempt's documents."""
         run = RunDocument(self.project, self.run, 1, tuple(rules))
         self.store.create(layout.RUN_DOCUMENT, documents.encode(run))
-        claim = AttemptDocument(self.attempt, started_ns, world_size, on_stop)
+        claim = AttemptDocument(self.attempt, started_ns, world_size, on_stop, late=late)
         self.store.create(layout.attempt_document(self.attempt), documents.encode(claim))
         return self
 

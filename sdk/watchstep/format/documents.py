@@ -134,6 +134,7 @@ class AttemptDocument:
             `EndDocument` has the last one of each worker.
         environment: The provenance of the worker that wrote it, without secrets: ``program`` (name of its file), ``program digest``, ``command``,
             ``folder``, ``commit``, ``uncommitted changes``, ``python``, ``host``, ``platform``, ``devices``, ``package NAME``, ``variable NAME``.
+        late: Whether ``watchstep sync`` wrote it, after the process had ended: later attempts may have been written before.
     """
 
     attempt: str
@@ -144,6 +145,7 @@ class AttemptDocument:
     config: dict[str, Any] = field(default_factory=dict)
     seeds: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    late: bool = False
 
 
 @dataclass(frozen=True)

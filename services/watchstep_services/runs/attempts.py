@@ -65,15 +65,19 @@ def describe(row: Attempt, document: AttemptDocument, now_ns: int) -> None:
 def record_document(session: Session, run: RunRow, document: AttemptDocument) -> None:
     """Record an attempt's document from the store.
 
-    Documents of a process that ended long ago may be uploaded while a later attempt runs; the later attempt remains the
-    run's newest.
+    The attempt becomes the run's newest if the run was listed after its newest attempt had been found: the document was written after that
+    listing. Otherwise, and for a process that ended long ago, whose document is uploaded late, the later start counts, by the clocks of the attempts' machines.
     """
     before = session.execute(
         select(Attempt).filter_by(run_id=run.id, attempt=run.attempt)
     ).scalar_one_or_none()
     row = ensure(session, run.id, document.attempt)
     describe(row, document, read_clock(session))
-    if before is not None and before.started_ns > row.started_ns:
+    if before is None or before.started_ns <= row.started_ns:
+        return
+    # Only listings find ends; a request for a listing resets the time of the last one.
+    was_listed = bool(before.ends) or run.listed_ns > before.first_seen_ns
+    if document.late or not was_listed:
         run.attempt = before.attempt
 
 

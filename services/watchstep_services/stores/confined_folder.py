@@ -204,7 +204,9 @@ class ConfinedFolder(Store):
         except OSError as error:
             named = self._description(key)
             if error.errno == errno.ELOOP:
-                raise StoreError(
+                # As for a folder or a named pipe: what is written once and only read must not be waited for.
+                kind = NotFoundError if verb == "read" else StoreError
+                raise kind(
                     f"object {named}: a symbolic link, which is not followed", "put the object itself there"
                 ) from error
             if verb == "write" and error.errno == errno.ENOTDIR:

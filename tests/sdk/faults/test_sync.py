@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -139,6 +140,8 @@ def test_a_rank_that_never_reached_the_store_takes_no_live_ones_name(
     assert run_sync().returncode == 0
     found = on_server(server)
     assert found.attempts == ["a1"]
+    (claim,) = (data for path, data in server.objects.items() if path.endswith("/attempts/a1.json"))
+    assert json.loads(claim)["late"] is True
     (end,) = found.ends
     assert end.writer.startswith("w1-")
     assert any(f"/{end.writer}/" in path for path in server.objects)

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +30,7 @@ from watchstep_services.scheduler.polling import poll_due_runs
 from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.service.context import Service
 from watchstep_services.stores.bulkhead import Bulkhead
+from watchstep_services.stores.confined_folder import ConfinedFolder
 from watchstep_services.tenancy import create_project, register_store
 
 BAD: list[dict[str, Any]] = [
@@ -71,19 +71,24 @@ def test_a_run_with_rules_that_cannot_be_used_keeps_no_other_from_its_turn(
 
 
 def test_a_run_that_cannot_be_read_keeps_no_other_from_its_turn(
-    driven: Driven, folder_store: Store, caplog: pytest.LogCaptureFixture
+    driven: Driven, folder_store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    document = Path(folder_store.location) / PROJECT / "closed" / "run.json"
-    document.parent.mkdir(parents=True)
-    document.symlink_to(document)
-    Recording(folder_store, run="open").begin()
+    read = ConfinedFolder.get
+
+    def get(store: ConfinedFolder, key: str, *, limit: int | None = None) -> bytes:
+        if key == f"{PROJECT}/closed/run.json":
+            raise StoreError("access denied", "check the folder's owner and mode")
+        return read(store, key, limit=limit)
+
+    for run in ("closed", "open"):
+        Recording(folder_store, run=run).begin()
+    monkeypatch.setattr(ConfinedFolder, "get", get)
     with caplog.at_level(logging.WARNING):
         sweep(driven.service)
         sweep(driven.service)
     assert driven.run(1).run == "open"
     assert len([record for record in caplog.records if "cannot be registered" in record.message]) == 1
-    document.unlink()
-    Recording(folder_store, run="closed").begin()
+    monkeypatch.undo()
     sweep(driven.service)
     assert driven.run(2).run == "closed"
 

@@ -49,7 +49,7 @@ def claim_attempt(
         run: document to write if the run is new.
         attempt: document to write if the attempt is new.
         identity: identity of this worker.
-        late: for a process that has ended: a rank then never takes a name that a live one may be about to take.
+        late: for a process that has ended: the document states it, and a rank never takes a name that a live one may be about to take.
         others: opens the store for another attempt, if credentials are limited to one attempt.
 
     Returns:
@@ -60,15 +60,17 @@ def claim_attempt(
     """
     store.create(RUN_DOCUMENT, documents.encode(run))
     if identity.world_size > 1:
-        store.create(attempt_document(identity.attempt), documents.encode(attempt))
+        store.create(attempt_document(identity.attempt), documents.encode(replace(attempt, late=late)))
         writer = identity.writer()
         taken = late or any(store.entries(writer.prefix))
         return identity.writer(f"-{secrets.token_hex(3)}") if taken else writer
     for number in range(1, _MAX_ATTEMPTS):
         name = identity.attempt if number == 1 else f"{identity.attempt}.{number}"
-        key, data = attempt_document(name), documents.encode(replace(attempt, attempt=name))
+        key, document = attempt_document(name), replace(attempt, attempt=name)
         attempt_store = store if others is None or number == 1 else others(name)
-        if attempt_store.create(key, data) or _is_ours(attempt_store, key, data):
+        if attempt_store.create(key, documents.encode(replace(document, late=late))):
+            return replace(identity, attempt=name).writer()
+        if _is_ours(attempt_store, key, document):
             return replace(identity, attempt=name).writer()
     raise StoreError(f"run {run.run} has {_MAX_ATTEMPTS} attempts", "record under a new run id")
 
@@ -133,9 +135,11 @@ def reuse_warning(project: str, run: str, attempts: int) -> str:
     )
 
 
-def _is_ours(store: Store, key: str, data: bytes) -> bool:
+def _is_ours(store: Store, key: str, document: documents.AttemptDocument) -> bool:
+    """Whether the process, or an interrupted ``watchstep sync``, wrote the document."""
+    ours = [documents.encode(replace(document, late=late)) for late in (False, True)]
     try:
-        return store.get(key, limit=documents.MAX_BYTES) == data
+        return store.get(key, limit=documents.MAX_BYTES) in ours
     except FormatError:  # too large to be a claim
         return False
 

@@ -388,7 +388,7 @@ def _open(about: SpillOwner, attempt: str) -> Store:
 def _write_documents(store: Store, about: SpillOwner, writer: WriterId) -> None:
     """Write the documents of a run and an attempt that were written to another store."""
     store.create(RUN_DOCUMENT, documents.encode(about.run))
-    attempt = replace(about.attempt, attempt=writer.attempt)
+    attempt = replace(about.attempt, attempt=writer.attempt, late=True)
     store.create(attempt_document(writer.attempt), documents.encode(attempt))
 
 

@@ -306,6 +306,19 @@ def test_a_damaged_document_is_reported_and_other_rules_are_judged(
     assert any("does not contain references" in note for note in notes)
 
 
+def test_other_rules_are_judged_though_a_link_is_in_the_place_of_the_document(
+    sqlite: Database, folder_store: Store
+) -> None:
+    driven = Driven(make_service(sqlite, folder_store, (*RULES, RuleConfig(rule="non_finite_values"))))
+    recorded(driven, folder_store, "good", 1.0)
+    document = Path(folder_store.location) / PROJECT / "mine" / references_document("a1")
+    document.parent.mkdir(parents=True)
+    document.symlink_to(document)
+    _, mine_id = recorded(driven, folder_store, "mine", float("nan"))
+    assert set(driven.alerts(mine_id)) == {"non_finite_values"}
+    assert set(health_of(driven, mine_id)) == {"statistics", "elements", "sagemaker_similar_across_runs"}
+
+
 def test_hostile_statistics_are_the_problem_of_the_rule(sqlite: Database, folder_store: Store) -> None:
     driven = Driven(make_service(sqlite, folder_store, (*RULES, RuleConfig(rule="non_finite_values"))))
     statistics: dict[str, Any] = {"good mean": {"loss": [[3, 1.0], [1, 1.0]]}, "good rms": 7}

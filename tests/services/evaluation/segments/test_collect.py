@@ -189,11 +189,23 @@ def test_an_earlier_attempt_that_is_uploaded_late_is_not_the_newest(driven: Driv
     run_id = driven.register()
     later.write_all([3, 7])
     driven.discover(run_id)
-    earlier = driven.recording(attempt="earlier").begin(started_ns=100)
+    earlier = driven.recording(attempt="earlier").begin(started_ns=100, late=True)
     earlier.write_all([3])
     driven.discover(run_id)
     assert driven.run(run_id).attempt == "later"
     assert set(driven.segments(run_id).values()) == {"read"}
+
+
+def test_an_attempt_is_the_newest_though_the_clock_of_its_machine_is_behind(driven: Driven) -> None:
+    first = driven.recording(attempt="first").begin(started_ns=200)
+    run_id = driven.register()
+    first.write_all([3, 7])
+    first.end("completed", last_step=7)
+    driven.discover(run_id)
+    driven.register()  # by the second process, which makes a listing due
+    driven.recording(attempt="second").begin(started_ns=100).write_all([11])
+    driven.discover(run_id)
+    assert (driven.run(run_id).attempt, driven.run(run_id).state) == ("second", "running")
 
 
 @pytest.mark.ci
