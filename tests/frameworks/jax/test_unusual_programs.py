@@ -187,7 +187,9 @@ def test_transformations_that_a_program_applies_one_by_one_are_one_update(
     if name != "accumulated":
         assert run.steps() == [0, 1, 2, 3]
         assert values(run, "parameter:gradient") == pytest.approx(gradients)
-    elif is_compiled:  # outside of traces, the first of the transformations is recorded before the others are known
+    elif (
+        is_compiled
+    ):  # outside of traces, the first of the transformations is recorded before the others are known
         assert run.steps() == [0, 1]
         assert values(run, "parameter:gradient") == pytest.approx([3**-0.5] * 2)  # of clipped ones
     if name == "clipped" and is_compiled:
