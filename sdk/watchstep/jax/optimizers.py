@@ -136,9 +136,9 @@ def _observed_call(
             from watchstep.jax.update_guard import withheld_if_nonfinite
 
             traced, result = withheld_if_nonfinite(traced, given["state"], result)
-        traced = replace(traced, returned=Returned(traced.withheld))
-        note_update(traced, earlier)
-        remember_returned(result[0], given["updates"], traced.returned)
+        returned = Returned(traced.withheld)
+        note_update(replace(traced, returned=returned), earlier)
+        remember_returned(result[0], given["updates"], returned)
     except Exception as error:  # noqa: BLE001 - never into the program
         report("update", error)
     return result

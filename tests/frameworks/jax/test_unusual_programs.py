@@ -129,6 +129,29 @@ def test_two_parameter_sets_in_one_step_are_told_apart(hook: Hook) -> None:
     assert values(run, "loss_2") == pytest.approx([b for _, b in losses])
 
 
+def test_two_models_with_updates_inside_of_scans_have_losses_of_their_own(hook: Hook) -> None:
+    optimizer = optax.sgd(0.01)
+    one = stepping(optimizer)
+
+    @jax.jit
+    def epoch(weight: Any, state: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            after, state, loss = one(*carry, jnp.ones((2, carry[0].size)))
+            return (after, state), loss
+
+        return jax.lax.scan(body, (weight, state), None, length=3)
+
+    carries = [(weight, optimizer.init(weight)) for weight in (jnp.ones(3), jnp.ones(4))]
+    losses: list[list[float]] = [[], []]
+    for _ in range(3):
+        for number, carry in enumerate(carries):
+            carries[number], found = epoch(*carry)
+            losses[number] += found.tolist()
+    run = closed(hook)
+    assert values(run, "loss") == pytest.approx(losses[0])
+    assert all(min(losses[1]) - 1e-6 <= value <= max(losses[1]) for value in values(run, "loss_2"))
+
+
 def in_parts(name: str) -> tuple[Any, Any]:
     """The state and the update of an optimizer that a program composes itself."""
     clip, adam, decay, rate = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from watchstep.errors import BadNameError, FormatError
 from watchstep.format import layout
-from watchstep.format.layout import SegmentKey, SnapshotKey, WriterId
+from watchstep.format.layout import FlightKey, SegmentKey, SnapshotKey, WriterId
 from watchstep.format.tensors import TensorInfo
 
 # Keys
@@ -79,6 +79,12 @@ def test_a_snapshot_key_reads_back(attempt: str, worker: int, step: int, mode: s
     assert SnapshotKey.parse(key.path) == key
 
 
+@given(names, numbers, numbers, numbers)
+def test_a_flight_key_reads_back(attempt: str, worker: int, first: int, last: int) -> None:
+    key = FlightKey(attempt, worker, min(first, last), max(first, last))
+    assert FlightKey.parse(key.path) == key
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -122,7 +128,7 @@ def test_what_is_no_snapshot_key_is_refused(path: str) -> None:
 
 @given(st.text(max_size=60))
 def test_any_text_either_is_a_key_that_prints_back_or_is_refused(text: str) -> None:
-    for kind, prefix in ((SegmentKey, "stats/"), (SnapshotKey, "tensors/")):
+    for kind, prefix in ((SegmentKey, "stats/"), (SnapshotKey, "tensors/"), (FlightKey, "flights/")):
         try:
             key = kind.parse(prefix + text)
         except FormatError:
