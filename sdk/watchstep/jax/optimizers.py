@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,13 +16,16 @@ import jax.numpy as jnp
 
 from watchstep.jax.internals import jax_names
 from watchstep.jax.traced_updates import (
+    Returned,
     TracedUpdate,
     is_observed,
     note_loss,
     note_not_observed,
     note_update,
     optimizer_call,
+    remember_returned,
     report,
+    returned_by,
     withholds_nonfinite,
 )
 
@@ -120,17 +124,29 @@ def _observed_call(
         given = dict(zip(("updates", "state", "params"), arguments, strict=False)) | keywords
         if not {"updates", "state"} <= given.keys():
             return result  # a function of the program's own that is no optimizer's
+        earlier = returned_by(given["updates"])
+        if earlier is None and _averages(given["state"]):
+            return result
         traced = _described(owner, given, result)
         if traced is None:
             return result
-        if withholds_nonfinite() and traced.skipped is None:
+        if earlier is not None:
+            traced = replace(traced, withheld=earlier.withheld)
+        if withholds_nonfinite() and (traced.skipped is None or traced.withheld is not None):
             from watchstep.jax.update_guard import withheld_if_nonfinite
 
             traced, result = withheld_if_nonfinite(traced, given["state"], result)
-        note_update(traced)
+        returned = Returned(traced.withheld)
+        note_update(replace(traced, returned=returned), earlier)
+        remember_returned(result[0], given["updates"], returned)
     except Exception as error:  # noqa: BLE001 - never into the program
         report("update", error)
     return result
+
+
+def _averages(state: Any) -> bool:
+    """Return whether a state is that of `optax.ema` alone, by which programs average weights or losses: it makes no update by itself."""
+    return hasattr(state, "ema") and hasattr(state, "count")
 
 
 def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate | None:

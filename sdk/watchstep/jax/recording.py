@@ -189,7 +189,12 @@ class UpdateReader:
                 model.recorder.bundle_bad_step = None
                 self._read_activations_of(model)
                 with dispatching:
-                    model.ring.read(functools.partial(self._count_steps, [model]), at_end=at_end)
+                    model.ring.read(functools.partial(self._begin_ring, model), at_end=at_end)
+
+    def _begin_ring(self, model: _Model) -> str:
+        """Choose the model whose updates are steps, and return the name of the losses in a ring that is read next."""
+        self._count_steps([model])
+        return self._loss_name(model)
 
     def _read_activations_of(self, model: _Model) -> None:
         """Let the ring of the first optimizer record the activations of its updates."""
@@ -397,6 +402,12 @@ class UpdateReader:
         for model in self._models.values():
             model.recorder.counts_steps = model is self._counting and not self._by_hand
 
+    def _loss_name(self, model: _Model) -> str:
+        """Return the name of a model's losses, which has a number if another one counts steps."""
+        if model is self._counting:
+            return "loss"
+        return f"loss_{1 + list(self._models.values()).index(model)}"
+
     def _measure_weights(self, function: CompiledStep, arguments: Any) -> None:
         """Measure the weights among a step's arguments, if they are due."""
         self._weights = {}
@@ -451,9 +462,9 @@ class UpdateReader:
         weights: TensorValues | None,
         weight_places: Sequence[Placement],
     ) -> None:
-        losses = {"loss": float(np.asarray(outputs.loss))} if outputs.loss is not None else {}
-        if model is not self._counting and losses:
-            losses = {f"loss_{1 + list(self._models.values()).index(model)}": losses["loss"]}
+        losses = {}
+        if outputs.loss is not None:
+            losses[self._loss_name(model)] = float(np.asarray(outputs.loss))
         if outputs.emitted is not None and not bool(outputs.emitted):
             model.recorder.add_losses(losses)
             return

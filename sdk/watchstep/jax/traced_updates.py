@@ -6,8 +6,10 @@ trace that it was created in. Those of an inner trace, such as the body of a sca
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -110,9 +112,50 @@ StepOutputs = tuple[UpdateOutputs | InnerUpdates, ...]
 """The extra outputs of a step."""
 
 
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """What a call of an optimizer has returned, which the program may pass to a further one.
+
+    Attributes:
+        withheld: whether the update was left out, as in `UpdateOutputs`.
+    """
+
+    withheld: Any = None
+
+
+_returned: dict[int, tuple[weakref.ref[Any], Returned]] = {}
+"""What the updates that a program still has were returned by, by the id of the array."""
+
+
+def remember_returned(updates: Any, given: Any, returned: Returned) -> None:
+    """Remember updates until the program has them no more. Those that a call has passed on unchanged may be gradients of another one, too.
+
+    Args:
+        updates: pytree that the call has returned.
+        given: pytree that it was called with.
+        returned: the call.
+    """
+    unchanged = frozenset(map(id, jax.tree_util.tree_leaves(given)))
+    for leaf in jax.tree_util.tree_leaves(updates):
+        if id(leaf) not in unchanged and isinstance(leaf, jax.Array):
+            _returned[id(leaf)] = weakref.ref(leaf, functools.partial(_forget, id(leaf))), returned
+
+
+def _forget(key: int, _: Any) -> None:
+    _returned.pop(key, None)
+
+
+def returned_by(gradients: Any) -> Returned | None:
+    """Return the call of an optimizer that has returned some gradients; None if none has: they are those of the program."""
+    for leaf in jax.tree_util.tree_leaves(gradients):
+        if id(leaf) in _returned:
+            return _returned[id(leaf)][1]
+    return None
+
+
 @dataclass(frozen=True)
 class TracedUpdate:
-    """One call of an optimizer.
+    """One call of an optimizer, or several of which each transforms what the one before has returned.
 
     Attributes:
         gradients: the pytree of gradients.
@@ -120,6 +163,7 @@ class TracedUpdate:
         hyperparameters: numbers by name.
         emitted, skipped, withheld: as in `UpdateOutputs`.
         passed: the gradients that the program passed, if ``gradients`` are accumulated ones.
+        returned: the last call.
     """
 
     gradients: Any
@@ -129,6 +173,21 @@ class TracedUpdate:
     skipped: Any = None
     withheld: Any = None
     passed: Any = None
+    returned: Returned | None = None
+
+    def continued_by(self, later: TracedUpdate) -> TracedUpdate:
+        """Return the update that a further call makes of this one."""
+        accumulates = later.emitted is not None
+        return replace(
+            self,
+            gradients=later.gradients if accumulates else self.gradients,
+            parameters=later.parameters if self.parameters is None else self.parameters,
+            hyperparameters={**later.hyperparameters, **self.hyperparameters},
+            emitted=later.emitted if accumulates else self.emitted,
+            skipped=self.skipped if later.skipped is None else later.skipped,
+            withheld=self.withheld if later.withheld is None else later.withheld,
+            returned=later.returned,
+        )
 
     @property
     def gradients_of_program(self) -> Any:
@@ -218,6 +277,12 @@ class TraceCollector:
             return False
         self._updates.append((update, self.take_loss(update.gradients_of_program)))
         return True
+
+    def continue_update(self, earlier: Returned, later: TracedUpdate) -> None:
+        """Complete an update of this trace by a further call."""
+        for place, (update, loss) in enumerate(self._updates):
+            if update.returned is earlier:
+                self._updates[place] = update.continued_by(later), loss
 
     def note_inner(self, update: TracedUpdate) -> None:
         """Note an update of an inner trace."""
@@ -480,12 +545,21 @@ def divide_loss(scale: Any) -> None:
         _stack.eager_loss = replace(_stack.eager_loss, value=_stack.eager_loss.value / scale)
 
 
-def note_update(update: TracedUpdate) -> None:
-    """Note an update. One in a trace that is not of a recording form, such as an export, leaves no mark there."""
+def note_update(update: TracedUpdate, earlier: Returned | None = None) -> None:
+    """Note an update. One in a trace that is not of a recording form, such as an export, leaves no mark there.
+
+    Args:
+        update: the update.
+        earlier: the call of an optimizer that it continues, which was noted.
+    """
     if _stack.probe is not None:
         _stack.probe.found_update = True
         return
     collector = _stack.collectors[-1] if _stack.collectors else None
+    if earlier is not None:
+        if collector is not None and collector.is_current:
+            collector.continue_update(earlier, update)
+        return
     loss: Any = None
     if collector is None:
         if not is_top_level():

@@ -20,7 +20,7 @@ def withheld_if_nonfinite(update: TracedUpdate, state: Any, result: Any) -> tupl
     """Make an update depend on its gradients being finite. Called at trace time, or in an eager program.
 
     Args:
-        update: the update; of accumulated gradients, those that are accumulated.
+        update: the update; of accumulated gradients, those that are accumulated. If an earlier call of it was withheld, so is this one.
         state: the optimizer's state before it.
         result: updates and the optimizer's state after it, as the optimizer returned them.
 
@@ -31,8 +31,11 @@ def withheld_if_nonfinite(update: TracedUpdate, state: Any, result: Any) -> tupl
         ValueError: the state has another structure after the update.
     """
     updates, after = result
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree_util.tree_leaves(update.gradients)]
-    is_finite = finite([leaf for leaf in leaves if is_measurable(leaf.dtype)])
+    if update.withheld is None:
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree_util.tree_leaves(update.gradients)]
+        is_finite = finite([leaf for leaf in leaves if is_measurable(leaf.dtype)])
+    else:
+        is_finite = jnp.logical_not(update.withheld)
     updates = jax.tree_util.tree_map(lambda leaf: jnp.where(is_finite, leaf, jnp.zeros_like(leaf)), updates)
     after = jax.tree_util.tree_map(lambda new, old: _selected(is_finite, new, old), after, state)
     withheld = jnp.logical_not(is_finite)

@@ -96,6 +96,8 @@ def is_sharding(placement: Any) -> bool:
     return not placement.is_replicate() and not placement.is_partial()
 
 
+_PARAMETRIZATIONS = "parametrizations"
+"""Name of the child in which `torch.nn.utils.parametrize` keeps what computes a module's weights."""
 _MOMENTA = {"exp_avg", "momentum_buffer", "momentum"}
 _SUFFIXES = (
     "gradient",
@@ -281,6 +283,20 @@ class Names:
         placed_info = placed(info, built_in, self._collections, bases)
         self._used_collections.update(placed_info.collections)
         return placed_info
+
+
+def is_layer(path: str, module: nn.Module) -> bool:
+    """Return whether a module is a layer, whose output is an activation: one without modules inside.
+
+    Modules that compute a parametrized weight, as those of `torch.nn.utils.parametrizations.weight_norm`, are parts of their layer.
+
+    Args:
+        path: its path in the model.
+        module: the module.
+    """
+    return _PARAMETRIZATIONS not in path.split(".") and all(
+        name == _PARAMETRIZATIONS for name, _ in module.named_children()
+    )
 
 
 def _check_modules(model: nn.Module) -> None:

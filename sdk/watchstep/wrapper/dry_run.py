@@ -24,7 +24,7 @@ from watchstep.errors import ConfigError
 from watchstep.format import tensors
 from watchstep.format.tensors import TensorInfo
 from watchstep.pytorch.kernel import TorchKernel
-from watchstep.pytorch.names import Names, bases_of
+from watchstep.pytorch.names import Names, bases_of, is_layer
 from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES
 from watchstep.pytorch.watch import Watch
 
@@ -293,7 +293,7 @@ def _outputs(
     names = Names(module, "", everything, set())
     found = []
     for order, (path, part) in enumerate(module.named_modules()):
-        is_leaf, is_model = next(part.children(), None) is None, not path
+        is_leaf, is_model = is_layer(path, part), not path
         outputs = (*(tensors.ACTIVATIONS,) * is_leaf, *(tensors.OUTPUTS,) * is_model)
         for role, built_in in (("output", outputs), ("input", (tensors.INPUTS,) * is_model)):
             info = names.of_module(path, part, order, role, built_in)

@@ -129,6 +129,118 @@ def test_two_parameter_sets_in_one_step_are_told_apart(hook: Hook) -> None:
     assert values(run, "loss_2") == pytest.approx([b for _, b in losses])
 
 
+def test_two_models_with_updates_inside_of_scans_have_losses_of_their_own(hook: Hook) -> None:
+    optimizer = optax.sgd(0.01)
+    one = stepping(optimizer)
+
+    @jax.jit
+    def epoch(weight: Any, state: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            after, state, loss = one(*carry, jnp.ones((2, carry[0].size)))
+            return (after, state), loss
+
+        return jax.lax.scan(body, (weight, state), None, length=3)
+
+    carries = [(weight, optimizer.init(weight)) for weight in (jnp.ones(3), jnp.ones(4))]
+    losses: list[list[float]] = [[], []]
+    for _ in range(3):
+        for number, carry in enumerate(carries):
+            carries[number], found = epoch(*carry)
+            losses[number] += found.tolist()
+    run = closed(hook)
+    assert values(run, "loss") == pytest.approx(losses[0])
+    assert all(min(losses[1]) - 1e-6 <= value <= max(losses[1]) for value in values(run, "loss_2"))
+
+
+def in_parts(name: str) -> tuple[Any, Any]:
+    """The state and the update of an optimizer that a program composes itself."""
+    clip, adam, decay, rate = (
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(0.1),
+        optax.inject_hyperparams(optax.scale)(step_size=-0.1),
+    )
+    several = optax.MultiSteps(optax.adam(0.1), 2)
+    ema = optax.ema(0.9)
+
+    def clipped(gradient: Any, states: Any, weight: Any) -> Any:
+        gradient, _ = clip.update(gradient, optax.EmptyState())
+        update, state = adam.update(gradient, states[0], weight)
+        update, _ = decay.update(update, optax.EmptyState(), weight)
+        update, last = rate.update(update, states[1])
+        return update, (state, last)
+
+    def averaged(gradient: Any, states: Any, weight: Any) -> Any:
+        _, average = ema.update(weight, states[1])
+        update, state = adam.update(gradient, states[0], weight)
+        return -0.1 * update, (state, average)
+
+    def accumulated(gradient: Any, states: Any, weight: Any) -> Any:
+        gradient, _ = clip.update(gradient, optax.EmptyState())
+        update, state = several.update(gradient, states[0], weight)
+        return update, (state, states[1])
+
+    weight = jnp.ones(3)
+    parts = {
+        "clipped": ((adam.init(weight), rate.init(weight)), clipped),
+        "averaged": ((adam.init(weight), ema.init(weight)), averaged),
+        "accumulated": ((several.init(weight), ()), accumulated),
+    }
+    return parts[name]
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("name", ["clipped", "averaged", "accumulated"])
+def test_transformations_that_a_program_applies_one_by_one_are_one_update(
+    name: str, is_compiled: bool, hook: Hook
+) -> None:
+    state, update = in_parts(name)
+
+    def step(weight: Any, state: Any, batch: Any) -> Any:
+        loss, gradient = jax.value_and_grad(loss_of)(weight, batch)
+        change, state = update(gradient, state, weight)
+        return weight + change, state, loss, gradient
+
+    step = jax.jit(step) if is_compiled else step
+    weight, gradients = jnp.ones(3), []
+    for number in range(4):
+        weight, state, _, gradient = step(weight, state, BATCH * (1 + number))
+        gradients.append(float(gradient.mean()))
+    run = closed(hook)
+    if name != "accumulated":
+        assert run.steps() == [0, 1, 2, 3]
+        assert values(run, "parameter:gradient") == pytest.approx(gradients)
+    elif (
+        is_compiled
+    ):  # outside of traces, the first of the transformations is recorded before the others are known
+        assert run.steps() == [0, 1]
+        assert values(run, "parameter:gradient") == pytest.approx([3**-0.5] * 2)  # of clipped ones
+    if name == "clipped" and is_compiled:
+        assert values(run, "optimizer:step_size/0") == pytest.approx([-0.1])
+        assert values(run, "parameter", "max")[0] == 1.0
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_bad_update_in_several_transformations_is_left_out_as_a_whole(
+    tmp_path: Path, is_compiled: bool
+) -> None:
+    with Hook(tmp_path, run="r", config=CaptureConfig(overhead_budget=None), on_nonfinite="skip") as hook:
+        Recording(hook)
+        state, update = in_parts("clipped")
+
+        def step(weight: Any, state: Any, batch: Any) -> Any:
+            change, state = update(jax.grad(loss_of)(weight, batch), state, weight)
+            return weight + change, state
+
+        step = jax.jit(step) if is_compiled else step
+        weight, state = step(jnp.ones(3), state, BATCH)
+        after, state_after = step(weight, state, BATCH * np.float32(np.nan))
+        assert after.tolist() == weight.tolist()
+        assert jax.tree.map(np.array_equal, state, state_after) == jax.tree.map(lambda _: True, state)
+        step(after, state_after, BATCH)
+    assert open_run(hook.run_url).steps() == [0, 1, 2]
+
+
 def test_several_updates_in_one_call_are_steps(hook: Hook) -> None:
     optimizer = optax.sgd(0.1)
     one = stepping(optimizer)

@@ -191,6 +191,36 @@ def test_nested_outputs_are_their_values(tmp_path: Path) -> None:
     assert (row["count"], row["max"]) == (32, due.max().item())
 
 
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_a_layer_with_a_parametrized_weight_is_a_layer(tmp_path: Path, name: str) -> None:
+    """If it fails, the first bad output is its own, and not that of the layer after it."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        parametrized = getattr(nn.utils.parametrizations, name)(nn.Linear(8, 8))
+        return nn.Sequential(nn.Linear(8, 8), parametrized, nn.ReLU(), nn.Linear(8, 2))
+
+    losses = []
+    for is_recorded in (False, True):
+        model, optimizer = with_sgd(build())
+        hook = watching(tmp_path, model, optimizer) if is_recorded else None
+        training = Training(model, optimizer)
+
+        def spoil(step: int, _: Tensor, bias: Any = model[1].bias) -> None:
+            if step == 1:
+                with torch.no_grad():
+                    bias[0] = torch.inf
+
+        losses.append([f"{loss}" for loss in training.run(3, spoil)])
+    assert losses[0] == losses[1]
+    assert hook is not None
+    run = recorded(hook)
+    outputs = [f"{layer}:output" for layer in (0, 1, 2, 3)]
+    assert {tensor for tensor in run.tensors() if tensor.endswith(":output")} == {*outputs, "model:output"}
+    infinite = [run.tensor(output).statistics()["pos_inf"].to_pylist() for output in outputs[:3]]
+    assert infinite == [[0, 0, 0], [0, 0, 32], [0, 0, 32]]
+
+
 def test_updates_of_complex_weights_are_both_their_parts(tmp_path: Path) -> None:
     hook, model = Hook(tmp_path, config=EVERY_STEP), nn.Linear(8, 2, dtype=torch.complex64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

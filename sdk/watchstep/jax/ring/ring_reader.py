@@ -91,11 +91,11 @@ class RingReader:
         """Replace memory that a failed dispatch has deleted. Never raises; returns what `check` does."""
         return self._ring.repair()
 
-    def read(self, about_to_record: Callable[[], None], *, at_end: bool = False) -> None:
+    def read(self, about_to_record: Callable[[], str], *, at_end: bool = False) -> None:
         """Record the updates that have arrived.
 
         Args:
-            about_to_record: called before the updates of a dispatch, if it has made any.
+            about_to_record: called before the updates of a dispatch, if it has made any. Returns the name of their losses.
             at_end: wait for all of them, and leave the ring to a later recording.
 
         Raises:
@@ -118,24 +118,25 @@ class RingReader:
             return len(self._pending) >= _MAX_PENDING
         return self._pending[0].is_ready
 
-    def _record(self, snapshot: RingSnapshot, about_to_record: Callable[[], None]) -> None:
+    def _record(self, snapshot: RingSnapshot, about_to_record: Callable[[], str]) -> None:
         missed = self._ring.missed_steps
         steps = self._ring.read(snapshot)
         if self._ring.missed_steps > missed:
             self._session.health.count("missed_steps", self._ring.missed_steps - missed)
-        if steps:
-            about_to_record()
+        if not steps:
+            return
+        loss_name = about_to_record()
         stop: StopTraining | None = None
         for step in steps:
             try:
-                self._record_step(step)
+                self._record_step(step, loss_name)
             except StopTraining as error:
                 stop = stop or error  # the program has made this update and the later ones
                 self._recorder.end_step()
         if stop is not None:
             raise stop
 
-    def _record_step(self, step: RingStep) -> None:
+    def _record_step(self, step: RingStep, loss_name: str) -> None:
         skipped = step.number - self._steps
         self._steps = step.number + 1
         self._recorder.skip(skipped)
@@ -143,7 +144,7 @@ class RingReader:
             Update(
                 gradients=step.gradients,
                 weights=step.weights,
-                losses={} if step.loss is None else {"loss": step.loss},
+                losses={} if step.loss is None else {loss_name: step.loss},
                 is_skipped=step.is_skipped and not self._withholds,
                 is_withheld=step.is_skipped and self._withholds,
                 is_bad=step.is_bad,

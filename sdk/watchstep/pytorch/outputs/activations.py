@@ -26,7 +26,7 @@ from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch import internals
 from watchstep.pytorch.device_kernel import capturing
 from watchstep.pytorch.gate import Describe, LiveOutputs
-from watchstep.pytorch.names import Names, dtype_name, placement_of
+from watchstep.pytorch.names import Names, dtype_name, is_layer, placement_of
 from watchstep.pytorch.observable import ModuleHook, dense_values
 from watchstep.pytorch.outputs.batched import BatchedOutputs, LayerOutputs, Stability
 from watchstep.pytorch.outputs.layer_hooks import REMOVED, LayerHook, NotingHook, Removable, UnmeasuredPass
@@ -193,7 +193,7 @@ class ActivationHooks:
         """Register a hook on a module. Returns whether there is anything to record."""
         config = self._session.config
         probes = config.probes
-        is_leaf, is_model = next(module.children(), None) is None, not path
+        is_leaf, is_model = is_layer(path, module), not path
         outputs = [tensors.ACTIVATIONS] * is_leaf + [tensors.OUTPUTS] * is_model
         channels, tokens = ChannelProbe(module), TokenProbe(module, config.token_values, probes)
         in_place = bool(module.__dict__.get("inplace", False))  # not a property of the program's
