@@ -110,7 +110,9 @@ def summarized(driven: Driven) -> set[int]:
         return set(session.execute(select(RunSummaryRow.run_id)).scalars())
 
 
-def test_the_sixth_run_is_compared_with_five_earlier_ones(on_each_database: Driven, folder_store: Store) -> None:
+def test_the_sixth_run_is_compared_with_five_earlier_ones(
+    on_each_database: Driven, folder_store: Store
+) -> None:
     for number in range(SOUND):
         recorded(on_each_database, folder_store, f"sound-{number}")
     assert not pinned(on_each_database)

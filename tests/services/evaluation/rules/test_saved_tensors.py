@@ -97,7 +97,9 @@ def worker_segments(recording: Recording, random: Random, worker: int) -> list[S
 @pytest.mark.ci
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
-def test_a_backtest_finds_what_the_service_found(driven_sqlite: Driven, folder_store: Store, seed: int) -> None:
+def test_a_backtest_finds_what_the_service_found(
+    driven_sqlite: Driven, folder_store: Store, seed: int
+) -> None:
     random, number = Random(seed), next(NUMBERS)
     recording = Recording(folder_store, f"run-{number}").begin(world_size=2)
     service = Driven(make_service(driven_sqlite.service.database, folder_store, RULES))
