@@ -19,17 +19,16 @@ EXAMPLES = {
 NEEDED = {"jax": ("optax",), "keras": ("keras", "tensorflow")}
 
 
-# Examples of a framework share a process, whose imports take longer than they.
-@pytest.mark.parametrize("guide", EXAMPLES)
-def test_the_examples_run(tmp_path: Path, guide: str) -> None:
+# Examples of JAX share a process, whose imports take longer than they; Keras is recorded once in a process.
+@pytest.mark.parametrize(("guide", "numbers"), [("jax", (0, 1, 2)), ("keras", (0,)), ("keras", (1,))])
+def test_the_examples_run(tmp_path: Path, guide: str, numbers: tuple[int, ...]) -> None:
     for module in NEEDED[guide]:
         pytest.importorskip(
             module, reason=f"{module.upper()} IS NOT INSTALLED: its guide is not proven by this run"
         )
-    for number, example in enumerate(EXAMPLES[guide]):
-        (tmp_path / f"train_{number}.py").write_text(example)
-    count = len(EXAMPLES[guide])
-    program = f"import runpy\nfor n in range({count}): runpy.run_path(f'train_{{n}}.py', run_name='__main__')"
+    for number in numbers:
+        (tmp_path / f"train_{number}.py").write_text(EXAMPLES[guide][number])
+    program = f"import runpy\nfor n in {numbers}: runpy.run_path(f'train_{{n}}.py', run_name='__main__')"
     environment = environment_of(tmp_path, JAX_PLATFORMS="cpu", KERAS_BACKEND="tensorflow")
     run_python("-c", program, cwd=tmp_path, env=environment, timeout=120)
 
