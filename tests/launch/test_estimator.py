@@ -130,7 +130,7 @@ def test_a_fault_is_stopped_by_its_rule_and_the_events_name_it(estimate: Estimat
     assert once_more.status() == JobStatus("ended", EXIT_TOMBSTONE)  # what was stopped stays stopped
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_launched_program_measures_what_its_rules_need(estimate: Estimator) -> None:
     rules = [sagemaker_saturated_activation(threshold_tanh_min=7.0, threshold_tanh_max=8.0).stop()]
     job = changed(estimate, program="train.py", arguments=("-1", "100000"), rules=rules).fit(wait=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.sdk.programs import record_program
 from tests.sdk.wrapper.test_run_command import PROGRAM, record, record_attached, recorded
+from tests.services.cli.command_line import run_command
 from watchstep.format.layout import ATTEMPTS
 from watchstep.reading.run import Run
 
@@ -105,14 +107,16 @@ def test_the_programs_own_configuration_precedes_the_option(tmp_path: Path, file
 )
 @pytest.mark.parametrize("way", ["option", "environment"])
 def test_an_invalid_file_is_refused_before_the_program_starts(
-    tmp_path: Path, content: str | None, message: str, way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, message: str, way: str
 ) -> None:
     path = tmp_path / "capture.yaml"
     if content is not None:
         path.write_text(content)
-    options = ("--capture", str(path)) if way == "option" else ()
-    variables = {} if way == "option" else {"WATCHSTEP_CAPTURE": str(path)}
-    done = run(tmp_path, "print('started')", *options, **variables)
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the program is executed"))
+    if way == "environment":
+        monkeypatch.setenv("WATCHSTEP_CAPTURE", str(path))
+    options = ("--capture", path) if way == "option" else ()
+    done = run_command("run", "--store", tmp_path / "runs", "--run", "r", *options, "--", "true")
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert f"capture file {path}" in done.stderr
