@@ -47,12 +47,15 @@ class Printed:
 
 
 def record_program(
-    program: Path, *arguments: str | Path, folder: Path, options: tuple[str | Path, ...] = ()
+    program: Path,
+    *arguments: str | Path,
+    folder: Path,
+    options: tuple[str | Path, ...] = (),
+    **environment: str,
 ) -> Printed:
     """Run a program by ``watchstep run``, which must succeed, in a process that has imported PyTorch: the program is not executed anew."""
     wrapper = program.with_name("watchstep_run.py")
     wrapper.write_text(_WATCHSTEP_RUN)
-    environment = {**os.environ, "WATCHSTEP_OVERHEAD_BUDGET": "none"}
     words = ("run", *options, "--", "python", program, *arguments)
-    output = warmed().run(wrapper, *words, folder=folder, environment=environment)
+    output = warmed().run(wrapper, *words, folder=folder, environment={**os.environ, **environment})
     return Printed(output, wrapper.with_suffix(".err0").read_text(encoding="utf-8"))

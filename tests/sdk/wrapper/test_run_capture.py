@@ -129,5 +129,5 @@ def test_a_program_that_is_started_in_another_folder_needs_no_file(tmp_path: Pat
     program = f"import os; os.chdir({str(tmp_path / 'elsewhere')!r})\n" + PROGRAM
     (tmp_path / "train.py").write_text(program)
     options = ("--store", "runs", "--run", "r", "--capture", file.name)
-    record_program(tmp_path / "train.py", folder=tmp_path, options=options)
+    record_program(tmp_path / "train.py", folder=tmp_path, options=options, WATCHSTEP_OVERHEAD_BUDGET="none")
     assert saved(tmp_path) == {"0-train-body", "10-train-body"}

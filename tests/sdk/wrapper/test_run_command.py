@@ -86,7 +86,7 @@ def record_attached(tmp_path: Path, body: str, *options: str | Path) -> Printed:
     program = tmp_path / "train.py"
     program.write_text(textwrap.dedent(body))
     given = ("--store", tmp_path / "runs", "--run", "r", *options)
-    return record_program(program, folder=Path.cwd(), options=given)
+    return record_program(program, folder=Path.cwd(), options=given, WATCHSTEP_OVERHEAD_BUDGET="none")
 
 
 def recorded(tmp_path: Path) -> Run:
