@@ -35,7 +35,7 @@ HANGS_SECONDS = 60.0
 """After which a call counts as one that does not return."""
 
 
-def cluster(own: str = "false", **more: object) -> Command:
+def cluster(own: str = "false", /, **more: object) -> Command:
     settings = {
         "submit_command": f"{own} submit {{name}} {{command}}",
         "status_command": f"{own} status {{id}}",
