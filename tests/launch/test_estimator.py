@@ -147,7 +147,8 @@ def test_a_healthy_run_is_left_alone(estimate: Estimator, caplog: pytest.LogCapt
     assert job.status() == JobStatus("ended", 0)
     assert job.run_state().info.state == "completed"
     assert job.run().steps() == list(range(30))
-    assert list(job.client().alerts(job.id)) == list(job.client().actions(job.id)) == []
+    assert not list(job.client().alerts(job.id))
+    assert not list(job.client().actions(job.id))
     # Where the training takes long, the recorder's line that a service evaluates the run is in the log, too.
     assert b"trained to the end" in written(job).splitlines()
 
