@@ -171,7 +171,7 @@ def serious_findings(page: Page) -> list[str]:
 def check_themes(page: Page, name: str) -> None:
     """Assert that axe finds nothing serious in either theme, and write pictures of both."""
     for theme in ("light", "dark"):
-        page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]  # an element of the literal
+        page.emulate_media(color_scheme=theme)
         assert not serious_findings(page), theme
         screenshot(page, f"{name}-{theme}")
 
