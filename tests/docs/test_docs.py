@@ -57,9 +57,21 @@ def test_the_schema_of_receivers_is_as_the_code_says() -> None:
     )
 
 
-@pytest.mark.ci
+RELEASE = {"clusters.md", "integrations.md", "replay.md"}
+"""Pages whose programs are those of estimator.md, or need several imports of frameworks or of PyTorch, which have tests of their own."""
+
+
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(
+            page,
+            id=page.name,
+            marks=pytest.mark.release if page.name in RELEASE else pytest.mark.ci,
+        )
+        for page in PAGES
+        if blocks(page, "python")
+    ],
 )
 def test_examples_run(page: Path, tmp_path: Path) -> None:
     program = tmp_path / "example.py"

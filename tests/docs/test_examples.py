@@ -211,7 +211,7 @@ def test_the_guard_stops_the_training_in_numpy(tmp_path: Path) -> None:
     assert len((EXAMPLES / "numpy_training.py").read_text(encoding="utf-8").splitlines()) <= 40
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_the_notebook_finds_its_nan(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

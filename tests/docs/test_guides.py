@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.docs.test_docs import ROOT, blocks
+from tests.sdk.programs import record_program
+from tests.services.cli.command_line import run_command
 from watchstep import Run, open_run
 from watchstep_rules.backtest.backtest import backtest_run
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -36,19 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "watchstep check-config capture.yaml",
         "watchstep run --capture capture.yaml -- python train.py",
     ]
-    scripts = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "WATCHSTEP_RUN": "r"}
-    for command in commands:
-        done = subprocess.run(
-            command.split(),
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr
+    checked = run_command("check-config", folder / "capture.yaml")
+    assert checked.returncode == 0, checked.stderr
+    options = ("--run", "r", "--capture", "capture.yaml")
+    record_program(folder / "train.py", folder=folder, options=options)
     return folder
 
 

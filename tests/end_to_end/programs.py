@@ -21,8 +21,27 @@ while True:
 """
 """One NaN in the inputs of step 50, and no end of its own."""
 
-HEALTHY = FAULTY.replace("step == 50", "False").replace("while True", "while step < 300")
-"""The same without the NaN; ends after 300 steps."""
+FAULTY_IN_NUMPY = """
+import time
+import numpy as np
+import watchstep
+random = np.random.default_rng(0)
+w = np.ones(8)
+with watchstep.Hook() as hook:
+    step = 0
+    while True:
+        x = random.normal(size=8)
+        if step == 50:
+            x[5] = np.nan
+        gradient = w * x**2
+        w = w - 0.01 * gradient
+        hook.record({"w": w}, role="weight")
+        hook.record({"w:gradient": gradient}, role="gradient")
+        hook.step()
+        step += 1
+        time.sleep(0.005)
+"""
+"""The same fault without a framework, whose import takes longer than the rest: for tests of how a run is stopped."""
 
 DEAF = FAULTY.replace("step = 0", "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nstep = 0", 1)
 """As the faulty one, and it ignores SIGTERM."""

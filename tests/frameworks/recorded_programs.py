@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import runpy
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,24 +36,22 @@ class RecordedPrograms:
         return open_run(self._folder / backend / "runs" / "default" / kind)
 
 
-def unmodified_run(folder: Path, program: str, injected: Path, **variables: str) -> Run:
-    """The run of a program that does not name Watchstep, and that prints the same with and without it."""
-    environments = [
-        environment_of(
-            folder,
-            first,
-            WATCHSTEP_STORE=str(folder / "runs"),
-            WATCHSTEP_RUN="unmodified",
-            WATCHSTEP_OVERHEAD_BUDGET="none",
-            **variables,
-        )
-        for first in ("", injected)
-    ]
-    plain, recorded = (
-        run_python("-c", program, env=environment, timeout=120) for environment in environments
-    )
-    assert plain == recorded
-    return open_run(folder / "runs" / "default" / "unmodified")
+def printed_by(program: Path) -> str:
+    """What a program prints in this process."""
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(program), run_name="__main__")
+    return printed.getvalue()
+
+
+def unmodified_run(folder: Path, program: Path, injected: Path, **variables: str) -> tuple[Run, str]:
+    """The run of a program that does not name Watchstep, and what it prints."""
+    variables |= {
+        "WATCHSTEP_STORE": str(folder / "runs"),
+        "WATCHSTEP_RUN": "unmodified",
+        "WATCHSTEP_OVERHEAD_BUDGET": "none",
+    }
+    printed = run_python(program, env=environment_of(folder, injected, **variables), timeout=120)
+    return open_run(folder / "runs" / "default" / "unmodified"), printed
 
 
 def figures(run: Run, name: str, column: str = "mean", mode: str = "train") -> dict[int, Any]:

@@ -39,6 +39,14 @@ for step in range(last):
     time.sleep(0.01)
 print("trained to the end")
 """
+HEALTHY = """
+import watchstep
+with watchstep.Hook() as hook:
+    for step in range(30):
+        hook.log(loss=1 / (1 + step))
+        hook.step()
+print("trained to the end")
+"""
 TELLS = """
 import json, os, signal, sys
 os.write(1, json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("GIVEN"), os.environ.get("WATCHSTEP_LAUNCHED")]).encode())
@@ -82,7 +90,8 @@ importlib.import_module("watchstep_services.cli.jobs")
 @pytest.fixture(scope="module")
 def folder(beside: Path) -> Path:
     """Programs, and a store beside which one service is started by the first launch."""
-    for name, text in (("train.py", TRAIN), ("tells.py", TELLS), ("waits.py", WAITS)):
+    programs = {"train.py": TRAIN, "healthy.py": HEALTHY, "tells.py": TELLS, "waits.py": WAITS}
+    for name, text in programs.items():
         (beside / name).write_text(text)
     return beside
 
@@ -117,11 +126,11 @@ def test_a_fault_is_stopped_by_its_rule_and_the_events_name_it(estimate: Estimat
     assert job.run().tensor("0.weight:gradient").statistics() is not None
     again = Job.reattach(job.id)
     assert (again.status(), again.run_state().info.state) == (job.status(), "stopped")
-    once_more = changed(estimate, program="train.py", arguments=("-1", "3")).fit(run=job.id)
+    once_more = changed(estimate, program="healthy.py").fit(run=job.id)
     assert once_more.status() == JobStatus("ended", EXIT_TOMBSTONE)  # what was stopped stays stopped
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_launched_program_measures_what_its_rules_need(estimate: Estimator) -> None:
     rules = [sagemaker_saturated_activation(threshold_tanh_min=7.0, threshold_tanh_max=8.0).stop()]
     job = changed(estimate, program="train.py", arguments=("-1", "100000"), rules=rules).fit(wait=False)
@@ -133,10 +142,13 @@ def test_a_launched_program_measures_what_its_rules_need(estimate: Estimator) ->
 @pytest.mark.ci
 def test_a_healthy_run_is_left_alone(estimate: Estimator, caplog: pytest.LogCaptureFixture) -> None:
     rules = [non_finite_values().stop().notify("of-nobody")]
-    job = changed(estimate, program="train.py -1 30", rules=rules).fit()
+    job = changed(estimate, program="healthy.py", rules=rules).fit()
     assert "receiver 'of-nobody' does not exist" in caplog.text
     assert job.status() == JobStatus("ended", 0)
     assert job.run_state().info.state == "completed"
+    assert job.run().steps() == list(range(30))
+    assert not list(job.client().alerts(job.id))
+    assert not list(job.client().actions(job.id))
     # Where the training takes long, the recorder's line that a service evaluates the run is in the log, too.
     assert b"trained to the end" in written(job).splitlines()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.sdk.programs import run_program
 from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model, watched_training
 from watchstep import Hook
 from watchstep.pytorch import losses
 from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
-
-ROOT = Path(__file__).parents[2]
 
 
 def descriptors() -> int:
@@ -52,9 +49,7 @@ print(before, (threading.active_count(), descriptors()), sep="\\n")
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
 def test_repeated_recordings_leave_no_thread_and_no_file_open(tmp_path: Path) -> None:
     """In a separate process, because leftovers of other tests are closed at any time."""
-    words = [sys.executable, "-c", ALONE, str(tmp_path)]
-    output = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    before, after = output.splitlines()
+    before, after = run_program(tmp_path, ALONE, tmp_path / "runs").splitlines()
     assert before == after
 
 

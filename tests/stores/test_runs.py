@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.programs import FAULTY
+from tests.end_to_end.programs import FAULTY_IN_NUMPY
 from tests.sdk.faults.accounts import STEPS, accounted, plain_losses, train
 from tests.sdk.training import EVERY_STEP, Training
 from tests.stores.servers import Seaweed, StoreServer
@@ -38,7 +38,7 @@ def command(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Compl
 @pytest.mark.timeout(600)
 def test_commands_record_a_run_and_stop_it(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_OVERHEAD_BUDGET", "none")
-    (tmp_path / "train.py").write_text(FAULTY)
+    (tmp_path / "train.py").write_text(FAULTY_IN_NUMPY)
     serving = subprocess.Popen([COMMAND, "serve", "--store", url], stdout=subprocess.PIPE, text=True)
     try:
         assert serving.stdout is not None
@@ -54,7 +54,7 @@ def test_commands_record_a_run_and_stop_it(url: str, tmp_path: Path, monkeypatch
     run = open_run(f"{url}/default/r")
     (end,) = run.ends()
     assert (end.state, end.last_step >= 50) == ("stopped", True)
-    gradients = run.tensor("0.weight:gradient").statistics()
+    gradients = run.tensor("w:gradient").statistics()
     assert gradients["step"].to_pylist()[:51] == list(range(51))
     assert [nan > 0 for nan in gradients["nan"].to_pylist()[:51]] == 50 * [False] + [True]
 

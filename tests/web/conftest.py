@@ -43,9 +43,3 @@ def visit(site: Site, browser: Browser) -> Iterator[Visit]:
     opened = Visit(browser, site.url, site.token)
     yield opened
     opened.check()
-
-
-@pytest.fixture(params=["light", "dark"])
-def dark(request: pytest.FixtureRequest) -> bool:
-    """Both themes."""
-    return bool(request.param == "dark")

@@ -168,6 +168,14 @@ def serious_findings(page: Page) -> list[str]:
     ]
 
 
+def check_themes(page: Page, name: str) -> None:
+    """Assert that axe finds nothing serious in either theme, and write pictures of both."""
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)
+        assert not serious_findings(page), theme
+        screenshot(page, f"{name}-{theme}")
+
+
 def screenshot(page: Page, name: str) -> Path:
     """Write a picture of the whole page to ``reports/screenshots``, where a person can look at it."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.web.site import PROJECT, Site, Visit, screenshot, serious_findings, settled
+from tests.web.site import PROJECT, Site, Visit, check_themes, screenshot, serious_findings, settled
 from watchstep_services.auth import create_token
 
 RULES = f"/projects/{PROJECT}/rules"
@@ -35,14 +35,13 @@ def text_of(page: Page) -> Any:
     return page.get_by_label("As text")
 
 
-def test_the_list(visit: Visit, dark: bool) -> None:
-    with visit.open(RULES, dark=dark) as page:
+def test_the_list(visit: Visit) -> None:
+    with visit.open(RULES) as page:
         settled(page)
         row = page.get_by_role("row").filter(has=page.get_by_role("link", name="nan_or_inf", exact=True))
         for text in ("critical", "stops the job", "owner", "ok on 2"):
             expect(row).to_contain_text(text)
-        assert serious_findings(page) == []
-        screenshot(page, f"rules-{'dark' if dark else 'light'}")
+        check_themes(page, "rules")
 
 
 def test_the_address_holds_the_filters(visit: Visit) -> None:
@@ -141,8 +140,8 @@ def test_a_concurrent_change_is_not_overwritten(visit: Visit, api: httpx.Client)
         expect(page.get_by_role("button", name="Save", exact=True)).to_be_disabled()  # nothing is changed now
 
 
-def test_a_backtest_shows_which_value_would_have_alerted(visit: Visit, site: Site, dark: bool) -> None:
-    with visit.open(f"{RULES}?new=exploding_gradient", dark=dark) as page:
+def test_a_backtest_shows_which_value_would_have_alerted(visit: Visit, site: Site) -> None:
+    with visit.open(f"{RULES}?new=exploding_gradient") as page:
         page.get_by_label("Vary").select_option("growth")
         page.get_by_label("from", exact=True).fill(
             "1.01"
@@ -159,8 +158,7 @@ def test_a_backtest_shows_which_value_would_have_alerted(visit: Visit, site: Sit
         row = result.get_by_role("row").filter(has=page.get_by_role("link", name=site.healthy))
         expect(row).to_contain_text("alert")
         expect(row.get_by_role("link", name=re.compile("gradient"))).to_be_visible()
-        assert serious_findings(page) == []
-        screenshot(page, f"rules-backtest-{'dark' if dark else 'light'}")
+        check_themes(page, "rules-backtest")
         page.reload()
         expect(result).to_contain_text("growth = 1.01")
         expect(row).to_contain_text("alert")

@@ -6,22 +6,21 @@ import re
 
 from playwright.sync_api import expect
 
-from tests.web.site import PROJECT, Site, Visit, screenshot, serious_findings, settled
+from tests.web.site import PROJECT, Site, Visit, check_themes, screenshot, serious_findings, settled
 from watchstep_services.auth import create_token
 
 RUNS = f"/projects/{PROJECT}"
 
 
-def test_the_table(visit: Visit, site: Site, dark: bool) -> None:
-    with visit.open(RUNS, dark=dark) as page:
+def test_the_table(visit: Visit, site: Site) -> None:
+    with visit.open(RUNS) as page:
         settled(page)
         rows = page.get_by_role("row")
         expect(rows.filter(has_text=site.faulty)).to_contain_text("stopped")
         expect(rows.filter(has_text=site.faulty)).to_contain_text("firing")
         expect(rows.filter(has_text=site.healthy)).to_contain_text("completed")
         expect(rows.filter(has_text=site.healthy)).to_contain_text("none")
-        assert serious_findings(page) == []
-        screenshot(page, f"runs-{'dark' if dark else 'light'}")
+        check_themes(page, "runs")
         page.get_by_role("link", name=site.faulty).click()
         expect(page).to_have_url(re.compile(re.escape(site.run_path(site.faulty))))
 

@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Route, expect
 from benchmarks.dashboard_run import PROJECT as LARGE_PROJECT
 from benchmarks.dashboard_run import RUN as LARGE_RUN
 from benchmarks.dashboard_run import make_run
-from tests.web.site import PROJECT, Site, Visit, screenshot, serious_findings, settled
+from tests.web.site import PROJECT, Site, Visit, check_themes, serious_findings, settled
 from watchstep_services.auth import create_token
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
@@ -26,10 +26,10 @@ def test_the_link_of_serve_logs_in_and_leaves_no_token_in_the_address(visit: Vis
         expect(page.get_by_role("heading", name="Log in to Watchstep")).to_be_visible()
 
 
-def test_a_link_does_not_replace_a_session_unasked(visit: Visit, site: Site, dark: bool) -> None:
+def test_a_link_does_not_replace_a_session_unasked(visit: Visit, site: Site) -> None:
     """Otherwise somebody's link would have a person work in a session that is not hers."""
     theirs = create_token(site.service.database, "viewer", PROJECT)
-    with visit.open("/", dark=dark) as page:
+    with visit.open("/") as page:
         settled(page)
         for button, role in (("Keep the present session", "admin"), ("Log in with the link", "viewer")):
             page.goto("about:blank")
@@ -37,8 +37,7 @@ def test_a_link_does_not_replace_a_session_unasked(visit: Visit, site: Site, dar
             expect(page.get_by_role("heading", name="Log in with this link?")).to_be_visible()
             expect(page.get_by_role("main")).to_contain_text(f"viewer of project {PROJECT}")
             assert "token" not in page.url
-            assert not serious_findings(page)
-            screenshot(page, f"session-{'dark' if dark else 'light'}")
+            check_themes(page, "session")
             page.get_by_role("button", name=button).click()
             expect(page.get_by_role("banner")).to_contain_text(role)
             page.reload()
@@ -102,14 +101,13 @@ def test_a_busy_service_is_asked_again(visit: Visit, site: Site) -> None:
     assert len(refused) == 1
 
 
-def test_login_form(visit: Visit, site: Site, dark: bool) -> None:
+def test_login_form(visit: Visit, site: Site) -> None:
     visit.expect("401")  # Chromium reports the status of refused requests
-    with visit.open(site.run_path(site.faulty), token="", dark=dark) as page:
+    with visit.open(site.run_path(site.faulty), token="") as page:
         page.get_by_label("Token", exact=True).fill("wst_wrong")
         page.get_by_role("button", name="Log in").click()
         expect(page.get_by_role("alert")).to_contain_text("unknown, expired or revoked")
-        assert not serious_findings(page)
-        screenshot(page, f"login-{'dark' if dark else 'light'}")
+        check_themes(page, "login")
         page.get_by_label("Token", exact=True).fill(site.token)
         page.get_by_role("button", name="Log in").click()
         expect(page.get_by_role("heading", level=1)).to_contain_text(site.faulty)

@@ -10,7 +10,17 @@ import httpx
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.web.site import PROJECT, Site, Visit, query, screenshot, serious_findings, settled, shown
+from tests.web.site import (
+    PROJECT,
+    Site,
+    Visit,
+    check_themes,
+    query,
+    screenshot,
+    serious_findings,
+    settled,
+    shown,
+)
 from tests.web.traced_runs import (
     LARGE_BAD_STEP,
     LARGE_STEPS,
@@ -66,8 +76,8 @@ def pixels(canvas: Locator) -> str:
     return str(canvas.evaluate(drawn))
 
 
-def test_the_first_bad_operation_with_its_line(visit: Visit, traces: dict[str, str], dark: bool) -> None:
-    with visit.open(traces["faulty"], dark=dark) as page:
+def test_the_first_bad_operation_with_its_line(visit: Visit, traces: dict[str, str]) -> None:
+    with visit.open(traces["faulty"]) as page:
         shown(page)
         verdict = page.locator("section", has=page.locator("#verdict"))
         expect(page.locator("#verdict")).to_have_text(
@@ -92,8 +102,7 @@ def test_the_first_bad_operation_with_its_line(visit: Visit, traces: dict[str, s
         expect(stack.last).to_contain_text("<module>")
         alerts = page.locator("section", has=page.locator("#alerts"))
         expect(alerts.locator("[aria-current]")).to_contain_text("aten.log.default")
-        assert not serious_findings(page)
-        screenshot(page, f"trace-{'dark' if dark else 'light'}")
+        check_themes(page, "trace")
 
 
 def test_a_healthy_trace_says_so(visit: Visit, traces: dict[str, str]) -> None:

@@ -82,7 +82,7 @@ def watchstep(folder: Path, *arguments: str, **environment: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip"])
+@pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.release)])
 def test_a_bad_step_is_bundled_before_its_state_is_gone(policy: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
     run = (

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 import watchstep
+from tests.frameworks.recorded_programs import printed_by
 from watchstep import CaptureConfig, StopTraining
 from watchstep.keras import Recording
 
@@ -282,7 +283,7 @@ KINDS: dict[str, tuple[Callable[[Wrap], Any], frozenset[str]]] = {
 
 
 def main(store: Path) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"unmodified": printed_by(Path(__file__).with_name("unmodified.py"))}
     for kind, (program, backends) in KINDS.items():
         if BACKEND not in backends or (len(sys.argv) > 3 and kind not in sys.argv[3].split(",")):
             continue

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import watchstep
+from tests.frameworks.recorded_programs import printed_by
 from watchstep import CaptureConfig, StopTraining
 from watchstep.tensorflow import Recording
 
@@ -153,7 +154,7 @@ KINDS = {kind.__name__: kind for kind in (eager, graph, compiled, loop, penalty,
 
 
 def main(store: Path) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"unmodified": printed_by(Path(__file__).with_name("unmodified.py"))}
     for kind, program in KINDS.items():
         unrecorded = program(lambda: None)
         with watchstep.Hook(store, run=kind, config=EVERY_STEP) as hook:

@@ -11,7 +11,7 @@ from watchstep.wrapper.environment import INJECTED
 
 pytest.importorskip("tensorflow", reason="TENSORFLOW IS NOT INSTALLED: its adapter is not proven by this run")
 
-PROGRAMS = Path(__file__).with_name("programs.py")
+PROGRAMS, UNMODIFIED = (Path(__file__).with_name(name) for name in ("programs.py", "unmodified.py"))
 STEPS, BAD = 8, 3
 NAMES = ["hidden.bias", "hidden.kernel", "out.kernel"]
 
@@ -70,22 +70,8 @@ def test_nan_stops_a_graph_after_its_step_and_eager_code_before_its_update(
     assert [step for step, count in nan.items() if count] == [BAD]
 
 
-UNMODIFIED = """
-import numpy as np
-import tensorflow as tf
-w = tf.Variable(np.ones((4, 2), "float32"), name="dense/kernel")
-@tf.function
-def step(x):
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean((x @ w) ** 2)
-    (gradient,) = tape.gradient(loss, [w])
-    w.assign_sub(0.1 * gradient)
-    return loss
-print([float(step(tf.constant(np.full((3, 4), 0.1 * n, "float32")))) for n in range(6)])
-"""
-
-
-def test_an_unmodified_program_is_recorded(tmp_path: Path) -> None:
-    run = unmodified_run(tmp_path, UNMODIFIED, INJECTED)
+def test_an_unmodified_program_is_recorded(trained: RecordedPrograms, tmp_path: Path) -> None:
+    run, printed = unmodified_run(tmp_path, UNMODIFIED, INJECTED)
+    assert printed == trained.results("tensorflow")["unmodified"]
     assert list(figures(run, "loss")) == list(range(6))
     assert list(figures(run, "dense.kernel:gradient")) == list(range(6))

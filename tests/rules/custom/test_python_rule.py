@@ -343,7 +343,8 @@ def test_a_death_for_one_project_delays_no_other_project(monkeypatch: pytest.Mon
 
 
 @pytest.mark.ci
-def test_only_some_children_wait() -> None:
+def test_only_some_children_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_IDLE", 2)
     pool_ = Pool()
     children: list[Child] = []
     for number in range(pool.MAX_IDLE + 2):

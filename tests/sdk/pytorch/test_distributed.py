@@ -96,7 +96,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 NAMES = ("0.weight", "2.bias", "0.weight:gradient", "2.weight:gradient")
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.release), "hsdp"])
 def test_shards_merge_to_what_one_process_sees(trained: Callable[[str], Run], alone: Run, kind: str) -> None:
     run = trained(kind)
     for name in NAMES:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.sdk.format.blocks import Row, block_of, blocks, rows_of
 from tests.sdk.reading.stored import FIRST, LOSS, new_run, sharded_rows, small_run, some_rows, write
 from watchstep import Run, open_run
@@ -62,7 +63,7 @@ def plain(entries: list[Any]) -> str:
 
 
 @pytest.mark.ci
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(blocks, blocks, st.booleans(), st.sampled_from([4, 100_000]))
 def test_compaction_changes_no_answer(first: Block, second: Block, deletes: bool, size: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 import watchstep
+from tests.services.cli.command_line import run_command
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.layout import TraceKey
 from watchstep.trace import TraceMode, alerts_of, diagnose, open_trace, saved_traces
@@ -266,26 +265,18 @@ def test_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         watchstep.Hook(tmp_path)
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from watchstep.command import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "trace", *arguments], capture_output=True, text=True, check=False
-    )
-
-
-@pytest.mark.ci
 def test_the_command_reads_runs(tmp_path: Path) -> None:
     hook, _ = trained(tmp_path, "0,4", bad=4)
     folder = str(tmp_path / "default" / "r")
-    listed = command("--list", folder)
+    listed = run_command("trace", "--list", folder)
     assert [line.split("steps ")[1] for line in listed.stdout.splitlines()] == ["0:0", "4:4"]
-    found = command("--step", "4", hook.run_url)
+    found = run_command("trace", "--step", "4", hook.run_url)
     assert found.returncode == 1
     assert found.stdout.startswith("first bad operation: aten.log.default")
-    assert command("--step", "0", folder).returncode == 0
-    missing = command("--step", "2", folder)
+    assert run_command("trace", "--step", "0", folder).returncode == 0
+    missing = run_command("trace", "--step", "2", folder)
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 2)
-    alerts = command("--alerts", "--step", "4", folder)
+    alerts = run_command("trace", "--alerts", "--step", "4", folder)
     assert "aten.log.default" in alerts.stdout.splitlines()[0]
     assert "-inf" in alerts.stdout.splitlines()[0]
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.sdk.wrapper.test_run_command import PROGRAM, record, recorded
+from tests.sdk.programs import record_program
+from tests.sdk.wrapper.test_run_command import PROGRAM, record, record_attached, recorded
+from tests.services.cli.command_line import run_command
 from watchstep.format.layout import ATTEMPTS
 from watchstep.reading.run import Run
 
@@ -45,8 +47,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.ci
 def test_a_file_configures_an_unchanged_program(tmp_path: Path, file: Path) -> None:
-    done = run(tmp_path, PROGRAM, "--capture", str(file))
-    assert done.returncode == 0, done.stderr
+    record_attached(tmp_path, PROGRAM, "--capture", file)
     assert saved(tmp_path) == {"0-train-body", "10-train-body"}
     assert recorded(tmp_path).tensors("weights") == []
     assert recorded(tmp_path).tensor("body.weight").steps() == [0, 5, 10, 15]
@@ -69,10 +70,9 @@ def test_a_selector_that_matches_nothing_is_logged_once(tmp_path: Path, file: Pa
     file.write_text(
         "collections:\n  typo: {include: 'bdoy.*', tensors: 10}\n  other: {modules: [bdoy], tensors: 10}\n"
     )
-    done = run(tmp_path, PROGRAM, "--capture", str(file))
-    assert done.returncode == 0, done.stderr
+    done = record_attached(tmp_path, PROGRAM, "--capture", file)
     warning = "watchstep: collections: nothing belongs to: other, typo; see their selectors"
-    assert [line for line in done.stderr.splitlines() if "nothing belongs" in line] == [warning]
+    assert [line for line in done.errors.splitlines() if "nothing belongs" in line] == [warning]
 
 
 @pytest.mark.ci
@@ -107,14 +107,16 @@ def test_the_programs_own_configuration_precedes_the_option(tmp_path: Path, file
 )
 @pytest.mark.parametrize("way", ["option", "environment"])
 def test_an_invalid_file_is_refused_before_the_program_starts(
-    tmp_path: Path, content: str | None, message: str, way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, message: str, way: str
 ) -> None:
     path = tmp_path / "capture.yaml"
     if content is not None:
         path.write_text(content)
-    options = ("--capture", str(path)) if way == "option" else ()
-    variables = {} if way == "option" else {"WATCHSTEP_CAPTURE": str(path)}
-    done = run(tmp_path, "print('started')", *options, **variables)
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the program is executed"))
+    if way == "environment":
+        monkeypatch.setenv("WATCHSTEP_CAPTURE", str(path))
+    options = ("--capture", path) if way == "option" else ()
+    done = run_command("run", "--store", tmp_path / "runs", "--run", "r", *options, "--", "true")
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert f"capture file {path}" in done.stderr
@@ -125,13 +127,7 @@ def test_an_invalid_file_is_refused_before_the_program_starts(
 def test_a_program_that_is_started_in_another_folder_needs_no_file(tmp_path: Path, file: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     program = f"import os; os.chdir({str(tmp_path / 'elsewhere')!r})\n" + PROGRAM
-    environment = {**os.environ, "WATCHSTEP_OVERHEAD_BUDGET": "none"}
     (tmp_path / "train.py").write_text(program)
-    command = (
-        Path(sys.executable).with_name("watchstep"), "run", "--store", "runs", "--run", "r", "--capture", file.name, "--", sys.executable, "train.py",
-    )  # fmt: skip
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
+    options = ("--store", "runs", "--run", "r", "--capture", file.name)
+    record_program(tmp_path / "train.py", folder=tmp_path, options=options, WATCHSTEP_OVERHEAD_BUDGET="none")
     assert saved(tmp_path) == {"0-train-body", "10-train-body"}

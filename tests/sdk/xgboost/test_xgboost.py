@@ -6,7 +6,6 @@ import copy
 import importlib
 import json
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from tests.missing_names import remove_within_test
 from tests.sdk.training import EVERY_STEP, recorded
+from tests.warmed import warmed
 from watchstep import CaptureConfig, Collection, Hook, Run, StopTraining, open_run
 from watchstep.capture.config import Cadence
 from watchstep.errors import ConfigError
@@ -410,26 +410,19 @@ print([hashlib.sha256(model.save_raw()).hexdigest() for model in models])
 
 @pytest.mark.ci
 def test_each_training_of_an_unmodified_program_is_a_run(tmp_path: Path) -> None:
-    outputs = {}
-    for name in ("plain", "recorded"):
-        environment = {
-            "WATCHSTEP_STORE": str(tmp_path / "runs"),
-            "WATCHSTEP_RUN": "boosted",
-            "WATCHSTEP_ATTEMPT": tmp_path.name,
-            "HOME": str(tmp_path),
-            "PYTHONPATH": ":".join(path for path in sys.path if path),
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", UNMODIFIED, name],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr
-        outputs[name] = done.stdout
-    assert outputs["plain"] == outputs["recorded"]
+    program = tmp_path / "train.py"
+    program.write_text(UNMODIFIED)
+    environment = {
+        "WATCHSTEP_STORE": str(tmp_path / "runs"),
+        "WATCHSTEP_RUN": "boosted",
+        "WATCHSTEP_ATTEMPT": tmp_path.name,
+        "HOME": str(tmp_path),
+    }
+    plain, attached = (
+        warmed().run(program, name, folder=tmp_path, environment=environment, modules=["xgboost", "sklearn"])
+        for name in ("plain", "recorded")
+    )
+    assert plain == attached
     folder = tmp_path / "runs" / "default"
     first = open_run(folder / "boosted")
     assert first.steps("train") == list(range(4))

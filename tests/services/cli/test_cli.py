@@ -60,15 +60,6 @@ def test_list(store: Path) -> None:
     assert "completed" in done.stdout
 
 
-@pytest.mark.ci
-def test_invalid_input_exits_with_2_and_two_lines(store: Path) -> None:
-    done = started_anew("runs", "show", "nope", "--store", store)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "run 'nope'" in done.stderr
-    assert "hint: " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("name", ["night", "vision/night", "{store}/vision/night"])
 def test_show(store: Path, name: str) -> None:
     done = run_command("runs", "show", name.format(store=store), "--store", store)
@@ -286,7 +277,7 @@ def test_serve_prints_the_actions_of_rules_and_failed_rules(tmp_path: Path) -> N
     assert shown.stdout.startswith("vision/well: no alert has fired\nerror: rule mine cannot be evaluated: ")
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_serve_reports_an_empty_rule_file(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("rules: []")

@@ -30,7 +30,7 @@ def asked(client: httpx.Client, url: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(ASKED))
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_the_metrics_of_two_processes_are_summed(tmp_path: Path) -> None:
     database = open_database(f"sqlite:///{tmp_path / 'service.sqlite'}")
     upgrade(database)

@@ -347,7 +347,7 @@ def test_a_failed_rule_sets_the_exit_code(store: Path, tmp_path: Path) -> None:
     rules.write_text(
         f"rules: [{{rule: non_finite_values}}, {{rule: sql, name: mine, params: {{query: '{query}'}}}}]"
     )
-    done = run_command("rules", "backtest", "nan", "late", "--store", store, "--rules", rules)
+    done = run_command("rules", "backtest", "nan", "late", "--store", store, "--rules", rules, "--jobs", "1")
     assert done.returncode == 1
     assert "vision/nan" in done.stdout
     assert "rule mine cannot be evaluated (2 runs): " in done.stderr
@@ -405,13 +405,14 @@ def test_a_service_evaluates_its_own_runs(store: Path, rules: Path) -> None:
 @pytest.mark.ci
 def test_a_malicious_folder_name_is_skipped_and_damaged_runs_are_an_error(store: Path, rules: Path) -> None:
     (store / PROJECT / "\x1b[2Jevil").mkdir()
-    done = run_command("rules", "backtest", f"{PROJECT}/", "--store", store, "--rules", rules)
+    options = ("--store", store, "--rules", rules, "--jobs", "1")
+    done = run_command("rules", "backtest", f"{PROJECT}/", *options)
     assert done.returncode == 0, done.stderr
     assert "vision/nan" in done.stdout
     assert "'\\x1b[2Jevil'" in done.stderr
     for segment in (store / PROJECT / "late").rglob("*.arrow"):
         segment.write_bytes(b"garbage")
-    done = run_command("rules", "backtest", "late", "--store", store, "--rules", rules)
+    done = run_command("rules", "backtest", "late", *options)
     assert done.returncode == 1
     assert "none of its 3 segments can be read" in done.stderr
 

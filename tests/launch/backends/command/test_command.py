@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pydantic import ValidationError
 
 from tests.launch.backends.backend_contract import *  # noqa: F403 - the tests of the contract
 from tests.launch.backends.backend_contract import Bench
-from tests.launch.backends.kubernetes import small_cluster
+from tests.launch.backends.kubernetes.small_cluster import running_cluster
 from tests.processes import traced_memory
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import (
@@ -36,8 +35,7 @@ HANGS_SECONDS = 60.0
 """After which a call counts as one that does not return."""
 
 
-def cluster(folder: Path, **more: object) -> Command:
-    own = f"{sys.executable} {small_cluster.__file__} {folder}"
+def cluster(own: str = "false", /, **more: object) -> Command:
     settings = {
         "submit_command": f"{own} submit {{name}} {{command}}",
         "status_command": f"{own} status {{id}}",
@@ -61,9 +59,10 @@ def cluster(folder: Path, **more: object) -> Command:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    held = Bench(cluster(tmp_path), tmp_path)
-    yield held
-    held.close()
+    with running_cluster(tmp_path) as command:
+        held = Bench(cluster(command), tmp_path)
+        yield held
+        held.close()
 
 
 @pytest.mark.ci
@@ -83,14 +82,14 @@ def test_a_cluster_that_is_down_and_credentials_that_expired_are_told_apart(benc
 def test_a_submission_without_an_answer_is_looked_for_by_its_name(tmp_path: Path) -> None:
     launch = Launch(("true",), {}, tmp_path, name="ws-lost")
     hangs = "sh -c 'sleep 600'"
-    lost = cluster(tmp_path, submit_command=hangs, find_command="", timeout_seconds=0.2)
+    lost = cluster(submit_command=hangs, find_command="", timeout_seconds=0.2)
     with pytest.raises(BackendDownError, match="'ws-lost' may have been started"):
         lost.submit(launch)
-    none = cluster(tmp_path, submit_command=hangs, find_command="true {name}", timeout_seconds=0.5)
+    none = cluster(submit_command=hangs, find_command="true {name}", timeout_seconds=0.5)
     with pytest.raises(BackendDownError, match="job 'ws-lost' was not started"):
         none.submit(launch)
     found = cluster(
-        tmp_path, submit_command="sh -c 'echo; sleep 600'", find_command="echo 17", started_pattern="",
+        submit_command="sh -c 'echo; sleep 600'", find_command="echo 17", started_pattern="",
         timeout_seconds=0.5,
     )  # fmt: skip
     assert found.submit(launch) == JobHandle("command", "17", {})
@@ -98,7 +97,7 @@ def test_a_submission_without_an_answer_is_looked_for_by_its_name(tmp_path: Path
 
 @pytest.mark.parametrize("printed", ["", "--help", "$(reboot)"])
 def test_what_is_no_id_is_refused(tmp_path: Path, printed: str) -> None:
-    odd = cluster(tmp_path, submit_command=f"printf %s '{printed}'", id_pattern=r"(\S+)$")
+    odd = cluster(submit_command=f"printf %s '{printed}'", id_pattern=r"(\S+)$")
     with pytest.raises(SubmissionRejectedError, match="printed no id"):
         odd.submit(Launch(("true",), {}, tmp_path))
     with pytest.raises(ConfigError, match="not a valid job id"):
@@ -115,16 +114,16 @@ def test_a_template_is_words_and_never_a_shells(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             words(wrong, {"id": "1"})
     with pytest.raises(SubmissionRejectedError, match="no-such-cluster"):
-        cluster(tmp_path, submit_command="no-such-cluster {command}").submit(Launch(command, {}, tmp_path))
+        cluster(submit_command="no-such-cluster {command}").submit(Launch(command, {}, tmp_path))
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"id_pattern": "("}, {"id_pattern": "x"}, {"states": {"(": "running"}}, {"states": {"x": "odd"}}],
 )
-def test_settings_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, object]) -> None:
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
-        cluster(tmp_path, **wrong)
+        cluster(**wrong)
 
 
 def test_a_services_admin_cannot_register_commands() -> None:

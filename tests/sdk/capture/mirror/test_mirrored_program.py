@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.sdk.capture.mirror import mirrored_program
 from tests.sdk.capture.mirror.mirrored_program import loss_of
 from tests.sdk.event_files import accumulated
+from tests.warmed import warmed
 from watchstep import Run, open_run
 
 pytestmark = pytest.mark.ci
@@ -33,17 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
     }
-    command = [sys.executable, "-W", "ignore", "-m", "tests.sdk.capture.mirror.mirrored_program"]
-    done = subprocess.run(
-        [*command, str(folder), str(STEPS), str(BAD_STEP)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    program = folder / "program.py"
+    program.write_text(Path(mirrored_program.__file__).read_text())
+    warmed().run(program, folder, STEPS, BAD_STEP, folder=ROOT, environment=environment, warnings="ignore")
     return folder
 
 

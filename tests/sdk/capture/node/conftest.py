@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sdk.capture.node.ranks import Written
+from tests.sdk.capture.node.ranks import Written, rank_server
 from tests.sdk.store.faulty_s3 import FaultyS3
 from watchstep.format.layout import run_prefix
 
@@ -26,6 +26,14 @@ class Server:
         prefix = f"/bucket/runs/{run_prefix('default', 'r')}"
         objects = {path.removeprefix(prefix): data for path, data in list(self.faulty.objects.items())}
         return Written({path: data for path, data in objects.items() if path.startswith("stats/")})
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _rank_server() -> Iterator[None]:
+    yield
+    if rank_server.cache_info().currsize:
+        rank_server().close()
+        rank_server.cache_clear()
 
 
 @pytest.fixture

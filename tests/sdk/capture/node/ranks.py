@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,31 +79,118 @@ for line in sys.stdin:
 """
 
 
+_SERVER = """
+import json, os, socket, sys
+import pyarrow, watchstep.hook, watchstep.store.cloud
+
+link, program = socket.socket(fileno=int(sys.argv[1])), compile(sys.argv[2], "rank", "exec")
+while True:
+    request, files, _, _ = socket.recv_fds(link, 1 << 20, 3)
+    if not request:
+        break
+    request = json.loads(request)
+    if "wait" in request:
+        answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+    else:
+        answer = os.fork()
+        if not answer:  # it ends as any program does
+            link.close()
+            for number, file in enumerate(files):
+                os.dup2(file, number)
+                os.close(file)
+            os.environ.clear()
+            os.environ.update(request["environment"])
+            exec(program, {"__name__": "__main__"})
+            sys.exit()
+        for file in files:
+            os.close(file)
+    link.send(json.dumps(answer).encode())
+"""
+"""Forks for each rank: to import takes longer than what ranks do."""
+
+
+class RankServer:
+    """The process whose children are ranks. Close it."""
+
+    def __init__(self) -> None:
+        self._link, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            command = [sys.executable, "-c", _SERVER, str(other.fileno()), _PROGRAM]
+            self._process = subprocess.Popen(command, pass_fds=[other.fileno()])
+
+    def start(self, environment: Mapping[str, str], files: Sequence[int]) -> int:
+        """Start a rank with its input, its output and its errors, and return the id of its process."""
+        socket.send_fds(self._link, [json.dumps({"environment": dict(environment)}).encode()], files)
+        return self._answer(None)
+
+    def wait(self, pid: int, seconds: float) -> int:
+        """Return the exit code of a rank that ends within these seconds."""
+        self._link.send(json.dumps({"wait": pid}).encode())
+        return self._answer(seconds)
+
+    def close(self) -> None:
+        """End it."""
+        self._link.close()
+        self._process.wait()
+
+    def _answer(self, seconds: float | None) -> int:
+        self._link.settimeout(seconds)
+        return int(json.loads(self._link.recv(100)))
+
+
+@functools.cache
+def rank_server() -> RankServer:
+    """The server that the tests of this process share; `conftest` closes it."""
+    return RankServer()
+
+
 class Rank:
     """One process."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        (input_, writes), (answers, output), (said, errors) = (os.pipe() for _ in range(3))
+        self.pid = rank_server().start(environment, [input_, output, errors])
+        for file in (input_, output, errors):
+            os.close(file)
+        self._input, self._output, self._errors = open(writes, "w"), open(answers), open(said)  # noqa: PTH123, SIM115
+        self._code: int | None = None
 
     def say(self, words: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(words + "\n")
-        self.process.stdin.flush()
+        self._input.write(words + "\n")
+        self._input.flush()
 
     def answer(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
+        line = self._output.readline().strip()
         assert line, self.errors()
         return line
 
     def errors(self) -> str:
-        assert self.process.stderr is not None
-        self.process.kill()
-        return self.process.stderr.read()
+        self.kill()
+        return self._errors.read()
 
     def do(self, words: str) -> str:
         self.say(words)
         return self.answer()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send it a signal, unless it was waited for."""
+        if self._code is None:
+            os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 60.0) -> int:
+        """Return its exit code."""
+        if self._code is None:
+            self._code = rank_server().wait(self.pid, seconds)
+        return self._code
+
+    def close(self) -> None:
+        """End it, and forget what it said."""
+        self.kill()
+        self.wait(600.0)
+        for file in (self._output, self._errors):
+            file.close()
+        with contextlib.suppress(BrokenPipeError):  # of what it did not read
+            self._input.close()
 
 
 def do_all(ranks: list[Rank], words: str) -> list[str]:
@@ -127,25 +219,12 @@ def node(
         "TEST_BOUNDS": repr({"flush_seconds": 0.05, "control_seconds": 0.05, **bounds}),
         **environment,
     }
-    ranks = [
-        Rank(
-            subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-        )
-        for rank in range(count)
-    ]
+    ranks = [Rank({**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)]
     try:
         yield ranks
     finally:
         for rank in ranks:
-            rank.process.kill()
-            rank.process.communicate(timeout=600)
+            rank.close()
 
 
 def leader_of(ranks: list[Rank]) -> int:

@@ -84,9 +84,9 @@ def test_leaders_are_killed_anywhere_and_the_others_lose_nothing(
                 rank.say("record 200")
             if dice.random() < 0.5:
                 left[gone].answer()
-            left[gone].process.kill()
+            left[gone].kill()
             killed = left.pop(gone)
-            killed.process.wait(60)
+            killed.wait()
             for place, rank in left.items():
                 rank.answer()
                 steps[place] += 200
@@ -106,8 +106,8 @@ def test_a_leader_is_killed_between_an_object_and_its_acknowledgement(server: Se
         do_all(ranks, "record 5")
         assert server.faulty.met.wait(60)
         server.faulty.fault = "none"  # for all but the leader's request, which is still pending
-        ranks[leader].process.kill()
-        ranks[leader].process.wait(60)
+        ranks[leader].kill()
+        ranks[leader].wait()
         left = [rank for place, rank in enumerate(ranks) if place != leader]
         do_all(left, "wait 10")
         do_all(left, "record 5")
@@ -121,11 +121,11 @@ def test_a_killed_follower_does_not_affect_other_ranks(tmp_path: Path, folder: d
     with node(3, folder) as ranks:
         record(ranks, 5)
         leader = leader_of(ranks)
-        ranks[(leader + 1) % 3].process.kill()
+        ranks[(leader + 1) % 3].kill()
         living = {leader, (leader + 2) % 3}
         left = [ranks[place] for place in sorted(living)]
         record(left, 5, total=10)
-        ranks[leader].process.kill()  # and the sequence goes on all the same
+        ranks[leader].kill()  # and the sequence goes on all the same
         last = ranks[(leader + 2) % 3]
         last.do("record 5")
         last.do("close")
@@ -239,11 +239,11 @@ def test_a_bad_step_of_a_follower_is_written_at_once_and_a_stop_reaches_all(
         follower.do("record 0")
         follower.say("record 1")  # hands the bad step over; and is stopped, now or at the next step
         follower.say("train")
-        assert follower.process.wait(60) == 86
+        assert follower.wait() == 86
         for rank in ranks:
             if rank is not follower:
                 rank.say("train")
-                assert rank.process.wait(60) == 86
+                assert rank.wait() == 86
     states = {end.worker: end.state for end in open_run(tmp_path / "store" / "default" / "r").ends()}
     assert states == dict.fromkeys(range(3), "stopped")
 
@@ -253,7 +253,7 @@ def test_a_forked_child_has_neither_lock_nor_connection(tmp_path: Path, folder: 
         record(ranks, 5)
         leader = leader_of(ranks)
         do_all(ranks, "fork")
-        ranks[leader].process.kill()
+        ranks[leader].kill()
         other = ranks[1 - leader]
         other.do("record 5")
         other.do("wait 10")
@@ -268,9 +268,9 @@ def test_sigterm_has_followers_and_leader_write_what_is_left(tmp_path: Path, fol
         leader_of(ranks)
         do_all(ranks, "record 5")
         for rank in ranks:
-            rank.process.terminate()
+            rank.kill(signal.SIGTERM)
         for rank in ranks:
-            assert rank.process.wait(60) == -signal.SIGTERM
+            assert rank.wait() == -signal.SIGTERM
     written(tmp_path).assert_whole(dict.fromkeys(range(3), 5))
 
 

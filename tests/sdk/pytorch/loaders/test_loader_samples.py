@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sdk.programs import ROOT
+from tests.sdk.programs import ROOT, record_program
 from tests.sdk.pytorch.loaders.test_loader_batches import Numbers
 from watchstep import CaptureConfig, Hook, Run, SkipList
 from watchstep.errors import ConfigError
@@ -259,16 +256,9 @@ def test_unmodified_programs(tmp_path: Path) -> None:
 
     program = tmp_path / "train.py"
     program.write_text(UNMODIFIED)
-    store = ("--store", str(tmp_path / "store"), "--run", "r")
-    done = subprocess.run(
-        [sys.executable, "-m", "watchstep.command", "run", *store, "--", sys.executable, program, ROOT, "2"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "WATCHSTEP_SPILL": str(tmp_path / "spill")},
-    )
-    assert done.returncode == 0, done.stderr
-    truth = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    options = ("--store", tmp_path / "store", "--run", "r")
+    done = record_program(program, ROOT, "2", folder=ROOT, options=options)
+    truth = [[int(word) for word in line.split()] for line in done.output.splitlines()]
     assert len(truth) == 6
     assert _recorded(open_run(tmp_path / "store" / "default" / "r"), 6) == truth
 

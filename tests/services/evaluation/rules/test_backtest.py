@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import update
 
+from tests.laws import examples
 from tests.rules.runs import elements, figures
 from tests.sdk.format.blocks import Row, block_of
 from tests.services import driving
@@ -191,7 +192,7 @@ NUMBERS = iter(range(10_000))
 
 @pytest.mark.ci
 @settings(
-    max_examples=10,
+    max_examples=examples(10),
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a seed does not shrink
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -42,7 +42,13 @@ def large(step: int, tensor: str) -> float:
 
 
 @pytest.fixture
-def compared(database: Database, folder_store: Store) -> Driven:
+def compared(sqlite: Database, folder_store: Store) -> Driven:
+    return Driven(make_service(sqlite, folder_store, RULES))
+
+
+@pytest.fixture
+def on_each_database(database: Database, folder_store: Store) -> Driven:
+    """What is compared is the same on each; these statements are not."""
     return Driven(make_service(database, folder_store, RULES))
 
 
@@ -104,12 +110,14 @@ def summarized(driven: Driven) -> set[int]:
         return set(session.execute(select(RunSummaryRow.run_id)).scalars())
 
 
-def test_the_sixth_run_is_compared_with_five_earlier_ones(compared: Driven, folder_store: Store) -> None:
+def test_the_sixth_run_is_compared_with_five_earlier_ones(
+    on_each_database: Driven, folder_store: Store
+) -> None:
     for number in range(SOUND):
-        recorded(compared, folder_store, f"sound-{number}")
-    assert not pinned(compared)
-    run_id = recorded(compared, folder_store, "next", large)
-    phase, since, finding = compared.alerts(run_id)["unlike_earlier_runs"]
+        recorded(on_each_database, folder_store, f"sound-{number}")
+    assert not pinned(on_each_database)
+    run_id = recorded(on_each_database, folder_store, "next", large)
+    phase, since, finding = on_each_database.alerts(run_id)["unlike_earlier_runs"]
     assert (phase, since) == ("firing", 21)
     assert finding is not None
     assert (
@@ -155,10 +163,10 @@ def test_a_restarted_service_judges_by_the_pinned_baseline(compared: Driven, fol
 
 
 def test_ticks_before_the_first_rows_keep_no_attempt_from_its_baseline(
-    database: Database, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    sqlite: Database, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules = (*RULES, RuleConfig(rule="stalled_training", params={"threshold": 60.0}))
-    driven = Driven(make_service(database, folder_store, rules, silent_seconds=1e9))
+    driven = Driven(make_service(sqlite, folder_store, rules, silent_seconds=1e9))
     for number in range(SOUND):
         recorded(driven, folder_store, f"sound-{number}")
     recording = begun(folder_store, "next")
@@ -168,7 +176,7 @@ def test_ticks_before_the_first_rows_keep_no_attempt_from_its_baseline(
         for seconds in (0, 100):
             patched.setattr(claiming, "clock_of", lambda row, after=seconds: row.now_ns + after * 10**9)
             driven.evaluate(run_id)
-    with database.read() as session:
+    with sqlite.read() as session:
         attempt = session.execute(select(Attempt).filter_by(run_id=run_id)).scalar_one()
     assert (attempt.ticks > 0, attempt.largest) == (True, -1)
     driven.judge(run_id, recording.write(0, 0, 9, large), recording.write(1, 10, LAST, large))
@@ -258,13 +266,13 @@ def test_a_run_whose_rows_exceed_the_memory_has_no_summary_and_its_upkeep_contin
     assert (row is not None, problem) == (True, "")
 
 
-def test_a_run_that_is_deleted_leaves_no_summary(compared: Driven, folder_store: Store) -> None:
-    ids = [recorded(compared, folder_store, f"sound-{number}") for number in range(SOUND + 1)]
-    with compared.service.database.write() as session:
+def test_a_run_that_is_deleted_leaves_no_summary(on_each_database: Driven, folder_store: Store) -> None:
+    ids = [recorded(on_each_database, folder_store, f"sound-{number}") for number in range(SOUND + 1)]
+    with on_each_database.service.database.write() as session:
         for run_id in ids:
             delete_rows(session, run_id)
-    assert summarized(compared) == set()
-    assert pinned(compared) == 0
+    assert summarized(on_each_database) == set()
+    assert pinned(on_each_database) == 0
 
 
 def test_a_damaged_baseline_on_the_store_is_named_by_a_backtest(
@@ -278,10 +286,10 @@ def test_a_damaged_baseline_on_the_store_is_named_by_a_backtest(
 
 
 @pytest.mark.ci
-def test_a_baseline_of_the_rule_config_is_not_replaced(database: Database, folder_store: Store) -> None:
+def test_a_baseline_of_the_rule_config_is_not_replaced(sqlite: Database, folder_store: Store) -> None:
     own = {"tensors": {"loss": {"shape": [], "statistic": "mean", "phases": [[0.5, 0.6]]}}}
     config = replace_params(RULES[0], {"baseline": own})
-    driven = Driven(make_service(database, folder_store, (config,)))
+    driven = Driven(make_service(sqlite, folder_store, (config,)))
     for number in range(SOUND + 1):
         run_id = recorded(driven, folder_store, f"sound-{number}")
     assert driven.findings()[-1][2]["message"].startswith("mean of loss is 1, above the range 0.5 to 0.6")

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.laws import examples
 from tests.rules.saved import OUTPUT, WEIGHT, away, encoded, mark, registered, save
 from tests.sdk.format.blocks import Row
 from tests.services.driving import Driven, make_service
@@ -95,12 +96,14 @@ def worker_segments(recording: Recording, random: Random, worker: int) -> list[S
 
 
 @pytest.mark.ci
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
-def test_a_backtest_finds_what_the_service_found(driven: Driven, folder_store: Store, seed: int) -> None:
+def test_a_backtest_finds_what_the_service_found(
+    driven_sqlite: Driven, folder_store: Store, seed: int
+) -> None:
     random, number = Random(seed), next(NUMBERS)
     recording = Recording(folder_store, f"run-{number}").begin(world_size=2)
-    service = Driven(make_service(driven.service.database, folder_store, RULES))
+    service = Driven(make_service(driven_sqlite.service.database, folder_store, RULES))
     queues = [worker_segments(recording, random, worker) for worker in (0, 1)]
     run_id = service.register(recording.run)
     while any(queues):
