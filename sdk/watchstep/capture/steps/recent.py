@@ -7,7 +7,6 @@ steps, too. Their rows are an object of their own, which readers read and no rul
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -110,7 +109,7 @@ class RecentSteps:
             return _PAUSE
         if len(self._costs) < _FEWEST_COSTS:
             return 1
-        interval = max(1, math.ceil(statistics.median(self._costs) / (RECENT_SHARE * step_time)))
+        interval = max(1, math.ceil(sorted(self._costs)[len(self._costs) // 2] / (RECENT_SHARE * step_time)))
         if interval <= _MAX_INTERVAL:
             return interval
         self._costs.clear()
