@@ -91,17 +91,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
         _replay_jax(bundle, options)
     from watchstep.replay import load_step, render_replay, replay, replay_data
 
-    try:
-        with _process_group():
-            step = load_step(options.program)
-            result = replay(
-                bundle, step, device=options.device, precision=options.precision, traces=not options.no_trace
-            )
-    except WatchstepError:
-        raise
-    except Exception:  # noqa: BLE001 - an exception of the program: not a difference
-        traceback.print_exc()
-        raise SystemExit(_EXIT_ERROR) from None
+    with _running_program(), _process_group():
+        step = load_step(options.program)
+        result = replay(
+            bundle, step, device=options.device, precision=options.precision, traces=not options.no_trace
+        )
     result = dataclasses.replace(result, problems=(*_changes(bundle, options.program), *result.problems))
     if options.trace is not None and result.trace is not None:
         from watchstep.trace import write_trace
@@ -113,6 +107,21 @@ def main(arguments: Sequence[str]) -> NoReturn:
         sys.stdout.write(render_replay(result, verbose=options.verbose))
     sys.stdout.flush()
     raise SystemExit(0 if result.is_reproduced else _EXIT_DIFFERENT)
+
+
+@contextmanager
+def _running_program() -> Iterator[None]:
+    """End with the exit code of an error if the program raises or exits: the step was not replayed."""
+    try:
+        yield
+    except WatchstepError:
+        raise
+    except SystemExit as ended:
+        sys.stderr.write(f"watchstep: the program ended the replay by sys.exit({ended.code!r})\n")
+        raise SystemExit(_EXIT_ERROR) from None
+    except Exception:  # noqa: BLE001 - an exception of the program: not a difference
+        traceback.print_exc()
+        raise SystemExit(_EXIT_ERROR) from None
 
 
 def _replay_jax(bundle: Bundle, options: argparse.Namespace) -> NoReturn:
@@ -128,13 +137,8 @@ def _replay_jax(bundle: Bundle, options: argparse.Namespace) -> NoReturn:
     from watchstep.jax.replay.step_replay import replay_jax_step
     from watchstep.replay.replay_step import load_program_step
 
-    try:
+    with _running_program():
         result = replay_jax_step(bundle, load_program_step(options.program, JaxStep))
-    except WatchstepError:
-        raise
-    except Exception:  # noqa: BLE001 - an exception of the program: not a difference
-        traceback.print_exc()
-        raise SystemExit(_EXIT_ERROR) from None
     result = dataclasses.replace(result, notes=_changes(bundle, options.program))
     text = f"{escaped_json(json.dumps(result.data(), indent=2))}\n" if options.json else str(result)
     sys.stdout.write(text)

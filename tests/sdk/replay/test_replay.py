@@ -196,6 +196,19 @@ def test_the_command_lists_bundles(
         find_bundle(url, "", None, 3, None)
 
 
+def test_a_program_that_exits_is_no_replay(
+    recorded: dict[str, tuple[Store, Hook]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from watchstep.wrapper import replay_command
+
+    program = tmp_path / "train.py"
+    program.write_text("import sys\n\ndef replay():\n    sys.exit(0)\n")
+    with pytest.raises(SystemExit) as left:
+        replay_command.main([recorded["cnn"][1].run_url, "--program", str(program)])
+    assert left.value.code == 2
+    assert "the program ended the replay by sys.exit(0)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [
