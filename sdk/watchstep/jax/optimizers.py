@@ -161,10 +161,12 @@ def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate |
             return None
         if parameters is None:
             parameters = gradients
-    elif hasattr(after, "last_finite") and hasattr(after, "notfinite_count"):
+    elif checks := [part for part in _parts(after, _checks_finite) if _checks_finite(part)]:
         leaves = jax.tree_util.tree_leaves(updates)
-        is_zero = jnp.all(leaves[0] == 0) if leaves else jnp.array(True)
-        skipped = jnp.logical_not(after.last_finite) & is_zero
+        if len(checks) == 1 and _checks_finite(after):
+            leaves = leaves[:1]  # it leaves out all of them or none
+        is_zero = jnp.all(jnp.array([jnp.all(leaf == 0) for leaf in leaves]))
+        skipped = jnp.logical_not(checks[0].last_finite) & is_zero
     return TracedUpdate(
         gradients,
         parameters,
@@ -188,11 +190,21 @@ def _accumulated(owner: Any, gradients: Any, state: Any) -> Any:
 def _hyperparameters(state: Any) -> dict[str, Any]:
     """Return the numbers that `optax.inject_hyperparams` keeps in the state, also within a chain; of several with one name, the first."""
     found: dict[str, Any] = {}
-    for part in jax.tree_util.tree_leaves(state, is_leaf=_has_hyperparameters):
+    for part in _parts(state, _has_hyperparameters):
         if _has_hyperparameters(part):
             numbers = {name: value for name, value in part.hyperparams.items() if jnp.ndim(value) == 0}
             found = {**numbers, **found}
     return found
+
+
+def _parts(state: Any, is_part: Callable[[Any], bool]) -> list[Any]:
+    """Return the parts of a state of a kind, also within a chain, and its other leaves."""
+    return list(jax.tree_util.tree_leaves(state, is_leaf=is_part))
+
+
+def _checks_finite(part: Any) -> bool:
+    """Return whether a state is that of `optax.apply_if_finite`."""
+    return hasattr(part, "last_finite") and hasattr(part, "notfinite_count")
 
 
 def _has_hyperparameters(part: Any) -> bool:

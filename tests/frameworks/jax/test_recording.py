@@ -237,9 +237,12 @@ def test_entries_of_the_compilation_cache_are_written(tmp_path: Path) -> None:
     assert len([name for name in names if name.startswith("jit_step") and name.endswith("-cache")]) == 2
 
 
-def test_skipped_updates_are_told_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_skipped_updates_are_told_apart(is_chained: bool, tmp_path: Path) -> None:
     def run() -> None:
         optimizer = optax.apply_if_finite(optax.sgd(0.1), max_consecutive_errors=3)
+        if is_chained:
+            optimizer = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
         params = programs.dense()
         state = optimizer.init(params)
 
