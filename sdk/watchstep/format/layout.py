@@ -20,6 +20,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from typing_extensions import Self
 
 from watchstep.errors import BadNameError, FormatError
 from watchstep.format.tensors import MODES
@@ -65,8 +68,7 @@ _BUNDLE = (
     rf"bundles/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/"
     rf"(?P<step>{_NUMBER_PATTERN})-(?P<reason>{'|'.join(BUNDLE_REASONS)})\.safetensors"
 )
-_TRACE = rf"traces/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.zip"
-_FLIGHT = rf"flights/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.arrow"
+_STEPS = rf"(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})"
 _SEQ_DIGITS = 10
 
 
@@ -290,9 +292,12 @@ class BundleKey:
         return cls(match["attempt"], int(match["worker"]), int(match["step"]), match["reason"])
 
 
+Key = TypeVar("Key", bound="_StepsKey")
+
+
 @dataclass(frozen=True, order=True)
-class TraceKey:
-    """Name of the object with the operation trace of some steps of one worker.
+class _StepsKey:
+    """Name of an object about a range of steps of one worker.
 
     Attributes:
         attempt: The attempt.
@@ -301,6 +306,8 @@ class TraceKey:
         last: The last step.
     """
 
+    folder: ClassVar[str]
+    ending: ClassVar[str]
     attempt: str
     worker: int
     first: int
@@ -310,59 +317,38 @@ class TraceKey:
     def path(self) -> str:
         """Key relative to the run."""
         attempt = check_name("attempt", self.attempt)
-        return f"{TRACES}{attempt}/{self.worker}/{self.first}-{self.last}.zip"
+        return f"{self.folder}{attempt}/{self.worker}/{self.first}-{self.last}{self.ending}"
 
     @classmethod
-    def parse(cls, path: str) -> TraceKey:
-        """Parse a key relative to the run.
-
-        Raises:
-            FormatError: It is not a trace's key.
-        """
-        match = re.fullmatch(_TRACE, path)
-        if not match or not _are_names(match["attempt"]) or int(match["first"]) > int(match["last"]):
-            raise FormatError(
-                f"object {path!r} is not a trace", "leave only Watchstep's objects under traces/"
-            )
-        return cls(match["attempt"], int(match["worker"]), int(match["first"]), int(match["last"]))
-
-
-@dataclass(frozen=True, order=True)
-class FlightKey:
-    """Name of the object with figures of the steps before a failure of one worker, which no rule judges.
-
-    Attributes:
-        attempt: The attempt.
-        worker: The rank.
-        first: The first step.
-        last: The last step.
-    """
-
-    attempt: str
-    worker: int
-    first: int
-    last: int
-
-    @property
-    def path(self) -> str:
-        """Key relative to the run."""
-        attempt = check_name("attempt", self.attempt)
-        return f"{FLIGHTS}{attempt}/{self.worker}/{self.first}-{self.last}.arrow"
-
-    @classmethod
-    def parse(cls, path: str) -> FlightKey:
+    def parse(cls, path: str) -> Self:
         """Parse a key relative to the run.
 
         Raises:
             FormatError: It is not such a key.
         """
-        match = re.fullmatch(_FLIGHT, path)
-        if not match or not _are_names(match["attempt"]) or int(match["first"]) > int(match["last"]):
+        match = re.fullmatch(_STEPS, path.removeprefix(cls.folder).removesuffix(cls.ending))
+        if (
+            not (path.startswith(cls.folder) and path.endswith(cls.ending) and match)
+            or not _are_names(match["attempt"])
+            or int(match["first"]) > int(match["last"])
+        ):
             raise FormatError(
-                f"object {path!r} has no steps before a failure",
-                "leave only Watchstep's objects under flights/",
+                f"object {path!r} is not a key of {cls.folder}",
+                f"leave only Watchstep's objects under {cls.folder}",
             )
         return cls(match["attempt"], int(match["worker"]), int(match["first"]), int(match["last"]))
+
+
+class TraceKey(_StepsKey):
+    """Name of the object with the operation trace of some steps of one worker."""
+
+    folder, ending = TRACES, ".zip"
+
+
+class FlightKey(_StepsKey):
+    """Name of the object with figures of the steps before a failure of one worker, which no rule judges."""
+
+    folder, ending = FLIGHTS, ".arrow"
 
 
 def attempt_document(attempt: str) -> str:
