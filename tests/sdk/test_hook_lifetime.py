@@ -109,7 +109,6 @@ def after_a_step_that_raises(hook: Hook, training: Training) -> None:
 WAYS = {way.__name__: way for way in (plainly, by_an_exception, with_everything, after_a_step_that_raises)}
 
 
-@pytest.mark.release
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("guard", [None, True])
 @pytest.mark.parametrize("way", WAYS)

@@ -242,6 +242,7 @@ class Watch:
         clipping.forget(self)
         for handle in self._handles:
             handle.remove()
+        self._activations.detach()
 
     @observes("bundle")
     def end_bundles(self) -> None:

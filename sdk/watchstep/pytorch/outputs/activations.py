@@ -187,6 +187,14 @@ class ActivationHooks:
         """Approximate seconds that PyTorch takes for calling the present hooks in a pass."""
         return _DISPATCH_SECONDS * (self._hooked if self._has_hooks else self._hooked - len(self._layers))
 
+    def detach(self) -> None:
+        """Remove the hooks of layers, and drop what refers to them: a cycle would keep the model until a collection."""
+        for layer in self._layers:
+            layer.detach()
+        self._layers.clear()
+        self.live.forget()
+        self._saved_outputs = SavedOutputs()
+
     def _listen(
         self, names: Names, order: int, path: str, module: nn.Module, handles: list[Removable]
     ) -> bool:

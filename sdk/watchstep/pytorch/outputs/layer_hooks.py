@@ -51,6 +51,11 @@ class LayerHook:
         if handle is not None:
             handle.remove()
 
+    def detach(self) -> None:
+        """Remove it for good, and drop what it calls."""
+        self.remove()
+        del self._call, self._module
+
 
 class Removable(Protocol):
     """A registered hook."""
