@@ -221,7 +221,9 @@ def make_plan(
             continue
         if seq > following:
             gap = Gap(writer, following, seq, entry.found_ns)
-            if not timeout.over(gap):
+            # A writer stores its segments in order, so the first ones of a new writer were deleted with an earlier run of this name.
+            is_deleted = timeout.listed and writer not in reached
+            if not (is_deleted or timeout.over(gap)):
                 waiting.append(gap)
                 blocked.add(writer)
                 continue

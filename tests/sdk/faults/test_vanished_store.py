@@ -118,6 +118,32 @@ def test_a_store_that_returns_after_the_program_gets_the_rest_by_sync(
     assert len(run_of(disk.store).rows()) == rows_of(tmp_path / "whole")
 
 
+def test_rows_that_others_remove_from_the_disk_do_not_wait_there(
+    spill_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Disk(tmp_path, leaves_mount_point=False)
+    bounds = Bounds(flush_seconds=0.01, backlog_bytes=1, backlog_seconds=0.0, close_seconds=0.3)
+    hook = Hook(disk.store, run="r", config=replace(CONFIG, bounds=bounds))
+
+    def each(step: int) -> None:
+        if step == 5:
+            take_once_recorded(hook, disk)
+
+    train(hook, each=each)
+    wait_for_spill(hook, spill_root)
+    for folder in spill_folders(spill_root):
+        shutil.rmtree(folder)
+    hook.close()
+    assert accounted(hook.health) == rows_of(tmp_path / "whole")
+    assert hook.health["counts"]["dropped_rows"] > 0
+    left = spill_folders(spill_root)
+    if not left:
+        assert "spilled_rows" not in hook.health["counts"]
+        assert " 0 rows wait on disk, " in caplog.text
+    for folder in left:
+        assert f"watchstep sync {folder}" in caplog.text
+
+
 def test_sync_leaves_what_belongs_to_another_store(tmp_path: Path, spill_root: Path) -> None:
     disk = Disk(tmp_path, leaves_mount_point=False)
     record_until_it_vanishes(disk)

@@ -117,6 +117,70 @@ def test_they_are_what_a_complete_recording_has(tmp_path: Path, clip: bool) -> N
                 assert numbers == pytest.approx(expected[column].to_pylist()[:12])
 
 
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python since 3.12 does once a program ends, and a system with a limit of threads always."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    monkeypatch.setattr("threading._start_new_thread", refuse)
+    monkeypatch.setattr("threading._start_joinable_thread", refuse, raising=False)
+
+
+def test_a_failure_is_written_where_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = train(tmp_path, 20)
+    refuse_threads(monkeypatch)
+    with pytest.raises(ValueError, match="of the program"), hook:
+        raise ValueError("of the program")
+    monkeypatch.undo()
+    run = open_run(hook.run_url)
+    assert run.ends()[0].state == "failed"
+    assert run.tensor("loss").statistics()["step"].to_pylist() == list(range(20))
+
+
+def test_a_tensor_has_one_row_where_two_optimizers_share_it(tmp_path: Path) -> None:
+    clock = Clock(1e-4)
+    hook, training = watched_training(tmp_path, config=config(clock))
+    shared = [training.model.get_parameter("0.weight"), training.model.get_parameter("3.weight")]
+    second = torch.optim.SGD(shared, lr=0.01)
+    for step, (x, y) in enumerate(batches(14)):
+        bad_at(12)(step, hook, x)
+        training.optimizer.zero_grad()
+        nn.functional.cross_entropy(training.model(x), y).backward()
+        second.step()
+        training.optimizer.step()
+        clock.now += STEP
+    run = recorded(hook)
+    for name in NAMES:
+        rows = run.tensor(name).statistics().to_pydict()
+        assert rows["step"] == list(range(14))
+        assert len(set(rows["count"][:12])) == 1
+
+
+def test_a_tensor_has_one_row_where_a_later_update_of_the_step_is_bad(tmp_path: Path) -> None:
+    clock = Clock(1e-4)
+    hook, training = watched_training(tmp_path, config=config(clock))
+    bias = training.model.get_parameter("3.bias")
+    critic = torch.optim.SGD([bias], lr=0.01)
+    bad: list[int] = []
+    for x, y in batches(14):
+        for update in range(2):
+            training.optimizer.zero_grad()
+            nn.functional.cross_entropy(training.model(x), y).backward()
+            if len(bad) == 8 and update and bias.grad is not None:
+                bias.grad[0] = float("nan")
+            critic.step()
+            bias.data.nan_to_num_()
+        bad.append(len(bad))
+        training.optimizer.step()
+        clock.now += STEP
+    steps = steps_of(hook, "3.bias:gradient")
+    assert {7, 8, 9} <= set(steps)
+    assert len(set(steps)) == len(steps)
+
+
 def test_a_stop_asks_for_them(tmp_path: Path) -> None:
     hooks: list[Hook] = []
 
@@ -165,6 +229,21 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     recent.write(40)
     recent.write(41)
     assert [file.key("a1") for file in written] == ["flights/a1/3/24-39.arrow"]
+
+
+def test_few_objects_wait_for_the_store() -> None:
+    """A training may have series of non-finite steps for as long as the store is away."""
+    written: list[StoredFile] = []
+    recent = RecentSteps(3, lambda: STEP, written.append)
+    for step in range(100):
+        recent.add(FinishedStep(step, ()))
+        recent.write(step)
+    assert len(written) < 10
+    for file in written:
+        assert callable(file.data)
+        file.data()  # the store has answered
+    recent.write(100)
+    assert written[-1].key("a1").endswith("-99.arrow")
 
 
 def test_the_interval_follows_the_cost() -> None:

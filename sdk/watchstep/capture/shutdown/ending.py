@@ -240,7 +240,10 @@ class Ending:
         last = self._recorder.last_finished
         self._writer.expect_end()
         self._recorder.is_recalling |= dying or state == "failed"
-        self._recorder.hand_over()
+        try:
+            self._recorder.hand_over()
+        except Exception as error:  # noqa: BLE001 - the end is written without the last step
+            self._health.fault("close", error)
         if self._recorder.guarding is not None:
             self._recorder.guarding.end()
         # A program that trained to its end was not stopped, despite any request.

@@ -26,6 +26,9 @@ RECENT_SHARE = 0.003
 """Maximum cost, as a share of the program's time."""
 
 _MAX_BYTES = 16 * 1024 * 1024
+_MAX_WAITING = 4
+"""Objects that wait for the store. Later ones are written once it answers: a training may have series of non-finite steps for as long as it is away."""
+
 _MAX_INTERVAL = 5
 """Maximum number of steps between two measured ones. At a larger one nothing is kept: the longest gap of the default recording is twice that."""
 
@@ -57,6 +60,8 @@ class RecentSteps:
         self._store = store
         self._steps: deque[FinishedStep] = deque(maxlen=RECENT_STEPS)
         self._bytes = 0
+        self._offered = 0  # by the training thread
+        self._taken = 0  # by the thread that writes
         self._next = _FIRST_STEP
         self._measured_at = -1
         self._in_step = 0.0
@@ -84,19 +89,28 @@ class RecentSteps:
             self._bytes -= self._steps.popleft().bytes
 
     def write(self, step: int) -> None:
-        """Let the rows that are kept of the `RECENT_STEPS` steps up to a step be written, and forget them."""
+        """Let the rows that are kept of the `RECENT_STEPS` steps up to a step be written, and forget them. They stay if too many objects wait."""
+        if self._offered - self._taken >= _MAX_WAITING:
+            return
         # A signal handler may interrupt this and take them, too.
         kept, self._steps, self._bytes = self._steps, deque(maxlen=RECENT_STEPS), 0
         steps = [finished for finished in kept if finished.step >= step - RECENT_STEPS]
         if steps:
             first, last = steps[0].step, steps[-1].step
+            self._offered += 1
             self._store(
                 StoredFile(
                     lambda attempt: FlightKey(attempt, self._worker, first, last).path,
-                    lambda: _encoded(steps),
+                    lambda: self._encoded(steps),
                     "flights",
                 )
             )
+
+    def _encoded(self, steps: Sequence[FinishedStep]) -> NDArray[np.uint8]:
+        block = join([record for finished in steps for record in finished.records])
+        block = replace(block, catalogue=tuple(info.bounded() for info in block.catalogue))
+        self._taken += 1
+        return np.frombuffer(encode(block), np.uint8)
 
     def _settle(self) -> None:
         if self._measured_at >= 0:
@@ -114,9 +128,3 @@ class RecentSteps:
             return interval
         self._costs.clear()
         return _PAUSE
-
-
-def _encoded(steps: Sequence[FinishedStep]) -> NDArray[np.uint8]:
-    block = join([record for finished in steps for record in finished.records])
-    block = replace(block, catalogue=tuple(info.bounded() for info in block.catalogue))
-    return np.frombuffer(encode(block), np.uint8)

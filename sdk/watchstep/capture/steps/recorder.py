@@ -478,7 +478,7 @@ class Recorder:
         if self._system is not None and (sampled := self._system.rows.take()) is not None:
             self._append(_record_of(sampled, self.step, self.worker))
         kept, self._kept = self._kept, []
-        if self.recent is not None and kept:
+        if self.recent is not None and (kept := _only_rows(kept, self._pending)):
             self.recent.add(FinishedStep(self.step, tuple(kept)))
         if not self._pending and not has_tensors:  # rows about saved objects are added to steps
             self._write_recent(is_due=self.is_recalling)
@@ -594,6 +594,14 @@ class Recorder:
         self.stopped = replace(request, reason=f"{request.reason}; {unsaved}")
         self._health.note("on_stop", unsaved)
         sys.stderr.write(f"watchstep: {printable(unsaved)}\n")
+
+
+def _only_rows(kept: list[Record], pending: list[Record]) -> list[Record]:
+    """Return kept records without those of tensors that have another row of the step: one of a later update that was measured completely."""
+    if not kept or not any(record.update for record in pending):
+        return kept
+    measured = {id(info) for record in pending if record.update for info in record.group.tensors}
+    return [record for record in kept if measured.isdisjoint(map(id, record.group.tensors))]
 
 
 def _record_of(sample: Sampled, step: int, worker: int) -> Record:

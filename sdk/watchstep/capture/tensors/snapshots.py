@@ -339,7 +339,8 @@ class _GivenUpError(Exception):
 class SnapshotWriter:
     """Writes snapshots to the store, and deletes old periodic ones.
 
-    Methods may be called on any thread; the work is done by a separate thread, which starts with the first snapshot.
+    Methods may be called on any thread; the work is done by a separate thread, which starts with the claim or the first snapshot: a
+    program that fails has its first one when Python, since 3.12, refuses to start another thread.
 
     Attributes:
         memory: memory that snapshots are copied to.
@@ -368,7 +369,7 @@ class SnapshotWriter:
         if self._destination is None:
             with self._changed:
                 self._destination = (store, attempt)
-                self._changed.notify_all()
+                self._start_or_wake()
 
     def limit_ring(self, collection: str, limit: int | None) -> None:
         """Set the size on the store of a collection's objects in bytes; None for no limit."""
@@ -435,9 +436,24 @@ class SnapshotWriter:
 
     def _start_or_wake(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="watchstep-snapshots", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="watchstep-snapshots", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the interpreter ends, or the system permits no further thread
+                self._health.fault("snapshot", error)
+                self._drop_waiting()
+                return
+            self._thread = thread
         self._changed.notify_all()
+
+    def _drop_waiting(self) -> None:
+        """Count what waits as dropped, and release its memory."""
+        while self._items:
+            _, taken = self._items.popleft()
+            self._names -= taken.names
+            for buffer in taken.memory:
+                self.memory.release(buffer)
+            self._health.count("dropped_snapshots")
 
     def _run(self) -> None:
         while not self._given_up:

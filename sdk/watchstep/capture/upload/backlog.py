@@ -195,6 +195,7 @@ class Backlog:
         """
         with self._lock:
             self._sealed = self._spill.ending = True
+            self._spill.drop_removed()
             room = True
             while self._memory:
                 item = self._memory.popleft()

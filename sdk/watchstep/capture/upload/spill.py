@@ -447,6 +447,28 @@ class Spill:
         self._report()
         return True
 
+    def drop_removed(self) -> None:
+        """Count objects that others have removed from the disk as dropped. Without any left, the next one has a new folder."""
+        if self._folder is None:
+            return
+        try:
+            present = {spilled.name for spilled in self._folder.entries()}
+        except FileNotFoundError:
+            present = set()
+        except OSError:
+            return  # they may be there
+        removed = [spilled for spilled in self._waiting if spilled.name not in present]
+        if not removed:
+            return
+        self._health.fault("spill", FileNotFoundError(f"{self._folder.path}: files were removed"))
+        self._health.count("dropped_objects", len(removed))
+        self._health.count("dropped_rows", sum(spilled.place.rows for spilled in removed))
+        self._waiting = deque(spilled for spilled in self._waiting if spilled.name in present)
+        self.bytes = sum(spilled.size for spilled in self._waiting)
+        self._report()
+        if not self._waiting:
+            self.close()
+
     def head(self) -> Outgoing | None:
         """Return the oldest object. Unreadable ones are counted as dropped."""
         while self._waiting:
@@ -528,12 +550,12 @@ class Spill:
             folder.remove()
 
     def detach(self) -> str:
-        """Unlock the folder and keep its contents. Returns its path; empty if there is none."""
+        """Unlock the folder and keep its contents. Returns its path; empty if there is none, or others have removed it."""
         folder, self._folder = self._folder, None
         if folder is None:
             return ""
         folder.release()
-        return str(folder.path)
+        return str(folder.path) if folder.path.is_dir() else ""
 
     def forget(self) -> None:
         """Reset in a forked child: the folder and its lock belong to the parent."""

@@ -110,6 +110,12 @@ class _Kept:
         infos, places = tuple(info for info, _ in described), tuple(place for _, place in described)
         return cls(members, Group(infos, places))
 
+    def without(self, ids: Collection[int], describe: Describe) -> _Kept:
+        """Return the tensors of other parameters than those with some ids."""
+        if not ids:
+            return self
+        return _Kept.of([named for named in self.members if id(named.parameter) not in ids], describe)
+
 
 @dataclass(frozen=True)
 class Updated:
@@ -249,13 +255,16 @@ class Parameters:
         if recent is None or not recent.wants(step):
             return
         since = self._schedule.now()
-        if self._first.left(("kept", ""), updated.ids, step):
+        left = self._first.left(("kept", ""), updated.ids, step)
+        if left:
+            others = () if left is updated.ids else set(updated.ids).difference(left)
             if not self._is_due(updated.weights, step):
-                figures = self._figures([named.parameter for named in updated.kept_weights.members])
+                weights = updated.kept_weights.without(others, _weight)
+                figures = self._figures([named.parameter for named in weights.members])
                 if figures is not None:
-                    self._recorder.keep(updated.kept_weights.group, figures)
+                    self._recorder.keep(weights.group, figures)
             if scaling.scale is None and not self._is_due(updated.gradients, step):
-                kept = self._kept_gradients(updated, but)
+                kept = self._kept_gradients(updated, {*but, *others})
                 if kept is not None:
                     self._recorder.keep(kept.group, kept.measurement, scaling.updates)
         recent.spent(step, self._schedule.now() - since)

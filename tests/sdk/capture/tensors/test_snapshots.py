@@ -293,6 +293,32 @@ def test_what_was_copied_is_read(store: Store) -> None:
     assert (snapshot.metadata["reason"], snapshot.metadata["parameters"]) == ("program", "before the update")
 
 
+def test_a_program_that_ends_needs_no_new_thread(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Written(store=store)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    monkeypatch.setattr("threading._start_new_thread", refuse)
+    monkeypatch.setattr("threading._start_joinable_thread", refuse, raising=False)
+    written.offer(0)
+    assert written.finish()["snapshots"] == 1
+
+
+def test_without_a_thread_snapshots_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Written()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading._start_new_thread", refuse)
+    monkeypatch.setattr("threading._start_joinable_thread", refuse, raising=False)
+    available = written.writer.memory.available
+    written.offer(0)
+    assert written.finish(0.0)["dropped_snapshots"] == 1
+    assert written.writer.memory.available == available
+
+
 def test_the_ring_keeps_its_bound_on_the_store(store: Store) -> None:
     written = Written(ring_bytes=15_000, store=store)
     for step in range(8):
