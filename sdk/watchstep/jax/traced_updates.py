@@ -219,10 +219,12 @@ class TraceCollector:
         """Return the loss of some gradients, which no other update has; None if it is unknown."""
         here = trace_state()
         found = _loss_of([loss for loss in self._losses if loss.trace == here], gradients)
-        if found is None:
-            return None
-        self._losses.remove(found)
-        return found.value
+        if found is not None:
+            self._losses.remove(found)
+            return found.value
+        # The branches of a conditional get the gradients of the program around it, each the same ones.
+        ids = frozenset(map(id, jax.tree_util.tree_leaves(gradients)))
+        return next((loss.value for loss in self._losses if loss.gradients & ids), None)
 
     def note_update(self, update: TracedUpdate) -> bool:
         """Keep an update of this trace. Returns False for one more than the limit."""

@@ -296,6 +296,28 @@ def test_an_optimizer_with_an_average_as_state_is_recorded_and_stopped(tmp_path:
     assert jnp.isfinite(weight).all()
 
 
+def test_updates_in_the_branches_of_a_conditional_have_the_loss_before_it(hook: Hook) -> None:
+    first, second = optax.sgd(0.1), optax.sgd(0.2)
+
+    @jax.jit
+    def step(weight: Any, number: Any) -> Any:
+        loss, gradient = jax.value_and_grad(loss_of)(weight, BATCH)
+        update = jax.lax.cond(
+            number % 2 == 0,
+            lambda: first.update(gradient, first.init(weight), weight)[0],
+            lambda: second.update(gradient, second.init(weight), weight)[0],
+        )
+        return weight + update, loss
+
+    weight, losses = jnp.ones(3), []
+    for number in range(4):
+        weight, loss = step(weight, number)
+        losses.append(float(loss))
+    run = closed(hook)
+    assert run.steps() == [0, 1, 2, 3]
+    assert values(run, "loss") == pytest.approx(losses)
+
+
 @pytest.mark.parametrize("figures", ["host", "device"])
 @pytest.mark.parametrize("passes_weights", [True, False])
 def test_steps_that_depend_on_each_other_are_no_parts_of_one(
