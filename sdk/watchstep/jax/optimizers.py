@@ -173,6 +173,7 @@ def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate |
         emitted=emitted,
         skipped=skipped,
         passed=given["updates"],
+        state=state,
     )
 
 

@@ -35,6 +35,7 @@ class UpdateLayout:
         shapes: shape of each.
         dtypes: dtype of each, by NumPy's name.
         inputs: for each parameter, its index among the leaves of the step's arguments; None if it is not one of them.
+        states: the same of each array of the optimizer's state.
         hyperparameters: names of the hyperparameters.
         has_loss: whether a loss was found.
     """
@@ -43,6 +44,7 @@ class UpdateLayout:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     inputs: tuple[int | None, ...]
+    states: tuple[int | None, ...]
     hyperparameters: tuple[str, ...]
     has_loss: bool
 
@@ -121,6 +123,7 @@ class TracedUpdate:
         emitted, skipped, withheld: as in `UpdateOutputs`.
         passed: the gradients that the program passed, if ``gradients`` are accumulated ones.
         returned: the last call.
+        state: the optimizer's state before it.
     """
 
     gradients: Any
@@ -131,6 +134,7 @@ class TracedUpdate:
     withheld: Any = None
     passed: Any = None
     returned: Call | None = None
+    state: Any = None
 
     def continued_by(self, later: TracedUpdate) -> TracedUpdate:
         """Return the update that a further call makes of this one."""
@@ -144,6 +148,7 @@ class TracedUpdate:
             skipped=self.skipped if later.skipped is None else later.skipped,
             withheld=self.withheld if later.withheld is None else later.withheld,
             returned=later.returned,
+            state=self.state if jax.tree_util.tree_leaves(self.state) else later.state,
         )
 
     @property
@@ -276,6 +281,7 @@ def outputs_of(update: TracedUpdate, loss: Any, places: Mapping[int, int]) -> Up
         shapes=tuple(tuple(leaves[place][1].shape) for place in chosen),
         dtypes=tuple(leaves[place][1].dtype.name for place in chosen),
         inputs=tuple(places.get(id(parameters[place])) for place in chosen),
+        states=tuple(places.get(id(leaf)) for leaf in jax.tree_util.tree_leaves(update.state)),
         hyperparameters=tuple(name for name, _ in hyperparameters),
         has_loss=loss is not None,
     )

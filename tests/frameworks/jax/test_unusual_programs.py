@@ -105,8 +105,9 @@ def test_one_structure_in_two_dtypes_is_two_models(hook: Hook) -> None:
     )
 
 
-def test_two_parameter_sets_in_one_step_are_told_apart(hook: Hook) -> None:
-    optimizer = optax.sgd(0.1)
+@pytest.mark.parametrize("passes_weights", [True, False])
+def test_two_parameter_sets_in_one_step_are_told_apart(hook: Hook, passes_weights: bool) -> None:
+    optimizer = optax.sgd(0.1, momentum=None if passes_weights else 0.0)
     first, second = jnp.ones(3), jnp.full(3, 10.0)
     states = optimizer.init(first), optimizer.init(second)
 
@@ -114,8 +115,8 @@ def test_two_parameter_sets_in_one_step_are_told_apart(hook: Hook) -> None:
     def step(first: Any, second: Any, states: Any) -> Any:
         loss_a, gradient_a = jax.value_and_grad(loss_of)(first, BATCH)
         loss_b, gradient_b = jax.value_and_grad(loss_of)(second, BATCH)
-        update_a, state_a = optimizer.update(gradient_a, states[0], first)
-        update_b, state_b = optimizer.update(gradient_b, states[1], second)
+        update_a, state_a = optimizer.update(gradient_a, states[0], first if passes_weights else None)
+        update_b, state_b = optimizer.update(gradient_b, states[1], second if passes_weights else None)
         return first + update_a, second + update_b, (state_a, state_b), loss_a, loss_b
 
     losses = []
