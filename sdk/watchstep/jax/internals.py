@@ -17,6 +17,7 @@ _INNER = "updates inside of scans, and figures that a device measures"
 _ACTIVATIONS = "activations"
 _FUNCTIONS = "activation functions"
 _ACCUMULATED = "updates of optax.MultiSteps"
+_PARTS = "optax transformations that a program applies one by one, with operations of its own between them"
 _REPLAY = "evaluating a step operation by operation"
 
 at = FrameworkName.at
@@ -59,6 +60,9 @@ jax_names = FrameworkNames(
         "linen_calls": at("activations of Flax linen", "flax.linen:intercept_methods"),
         # Optimizers.
         "multi_steps_sum": at(_ACCUMULATED, "optax:*._acc_update"),
+        "traced_value": at(_PARTS, "jax._src.interpreters.partial_eval:DynamicJaxprTracer"),
+        "traced_equation": at(_PARTS, "jax:*.parent"),
+        "traced_inputs": at(_PARTS, "jax:*.in_tracers"),
         # What programs ask compiled functions for.
         "cache_size": at("the number of compiled programs", "jax:*._cache_size"),
         # Replay, outside of trainings.

@@ -16,18 +16,16 @@ import jax.numpy as jnp
 
 from watchstep.jax.internals import jax_names
 from watchstep.jax.traced_updates import (
-    Returned,
     TracedUpdate,
     is_observed,
     note_loss,
     note_not_observed,
     note_update,
     optimizer_call,
-    remember_returned,
     report,
-    returned_by,
     withholds_nonfinite,
 )
+from watchstep.jax.update_parts import earlier_call, remember
 
 _MARK = "_watchstep_observed"
 
@@ -124,7 +122,7 @@ def _observed_call(
         given = dict(zip(("updates", "state", "params"), arguments, strict=False)) | keywords
         if not {"updates", "state"} <= given.keys():
             return result  # a function of the program's own that is no optimizer's
-        earlier = returned_by(given["updates"])
+        earlier = earlier_call(given["updates"], given.get("params"))
         if earlier is None and _averages(given["state"]):
             return result
         traced = _described(owner, given, result)
@@ -136,9 +134,8 @@ def _observed_call(
             from watchstep.jax.update_guard import withheld_if_nonfinite
 
             traced, result = withheld_if_nonfinite(traced, given["state"], result)
-        returned = Returned(traced.withheld)
-        note_update(replace(traced, returned=returned), earlier)
-        remember_returned(result[0], given["updates"], returned)
+        call = remember(result[0], given["updates"], given.get("params"), traced.withheld)
+        note_update(replace(traced, returned=call), earlier)
     except Exception as error:  # noqa: BLE001 - never into the program
         report("update", error)
     return result
@@ -146,7 +143,9 @@ def _observed_call(
 
 def _averages(state: Any) -> bool:
     """Return whether a state is that of `optax.ema` alone, by which programs average weights or losses: it makes no update by itself."""
-    return hasattr(state, "ema") and hasattr(state, "count")
+    import optax
+
+    return isinstance(state, optax.EmaState)
 
 
 def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate | None:
@@ -174,6 +173,7 @@ def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate |
         emitted=emitted,
         skipped=skipped,
         passed=given["updates"],
+        state=state,
     )
 
 

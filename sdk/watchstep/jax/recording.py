@@ -510,18 +510,20 @@ def _key(layout: UpdateLayout) -> _ModelKey:
 def _ranks(layouts: Sequence[UpdateLayout]) -> list[int]:
     """Return which of the parameter sets of equal structure each update of a call is of.
 
-    An update of parameters that are no arguments of the call is of the set that was updated last: the program makes several in one call.
+    A set is known by its parameters among the arguments of the call; if the program did not pass them to the optimizer, by the optimizer's state.
+    An update with neither is of the set that was updated last: the program makes several in one call.
     """
     sets: dict[Any, list[Any]] = {}
     ranks: list[int] = []
     for layout in layouts:
-        places = sets.setdefault(_key(layout), [])
-        if None in layout.inputs:
-            ranks.append(max(0, len(places) - 1))
+        owners = sets.setdefault(_key(layout), [])
+        owner = layout.inputs if None not in layout.inputs else layout.states
+        if not owner or None in owner:
+            ranks.append(max(0, len(owners) - 1))
             continue
-        if layout.inputs not in places:
-            places.append(layout.inputs)
-        ranks.append(places.index(layout.inputs))
+        if owner not in owners:
+            owners.append(owner)
+        ranks.append(owners.index(owner))
     return ranks
 
 

@@ -6,10 +6,7 @@ trace that it was created in. Those of an inner trace, such as the body of a sca
 
 from __future__ import annotations
 
-import functools
-import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,6 +20,7 @@ from watchstep.jax.internals import jax_names
 from watchstep.jax.names import Path
 from watchstep.jax.sharding.argument_shardings import ArgumentShardings
 from watchstep.jax.step_settings import StepSettings, effective_settings
+from watchstep.jax.update_parts import Call, elements_of, trace_state
 
 _MAX_UPDATES = 64
 _MAX_HYPERPARAMETERS = 16
@@ -37,6 +35,7 @@ class UpdateLayout:
         shapes: shape of each.
         dtypes: dtype of each, by NumPy's name.
         inputs: for each parameter, its index among the leaves of the step's arguments; None if it is not one of them.
+        states: the same of each array of the optimizer's state.
         hyperparameters: names of the hyperparameters.
         has_loss: whether a loss was found.
     """
@@ -45,6 +44,7 @@ class UpdateLayout:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     inputs: tuple[int | None, ...]
+    states: tuple[int | None, ...]
     hyperparameters: tuple[str, ...]
     has_loss: bool
 
@@ -112,47 +112,6 @@ StepOutputs = tuple[UpdateOutputs | InnerUpdates, ...]
 """The extra outputs of a step."""
 
 
-@dataclass(frozen=True, eq=False)
-class Returned:
-    """What a call of an optimizer has returned, which the program may pass to a further one.
-
-    Attributes:
-        withheld: whether the update was left out, as in `UpdateOutputs`.
-    """
-
-    withheld: Any = None
-
-
-_returned: dict[int, tuple[weakref.ref[Any], Returned]] = {}
-"""What the updates that a program still has were returned by, by the id of the array."""
-
-
-def remember_returned(updates: Any, given: Any, returned: Returned) -> None:
-    """Remember updates until the program has them no more. Those that a call has passed on unchanged may be gradients of another one, too.
-
-    Args:
-        updates: pytree that the call has returned.
-        given: pytree that it was called with.
-        returned: the call.
-    """
-    unchanged = frozenset(map(id, jax.tree_util.tree_leaves(given)))
-    for leaf in jax.tree_util.tree_leaves(updates):
-        if id(leaf) not in unchanged and isinstance(leaf, jax.Array):
-            _returned[id(leaf)] = weakref.ref(leaf, functools.partial(_forget, id(leaf))), returned
-
-
-def _forget(key: int, _: Any) -> None:
-    _returned.pop(key, None)
-
-
-def returned_by(gradients: Any) -> Returned | None:
-    """Return the call of an optimizer that has returned some gradients; None if none has: they are those of the program."""
-    for leaf in jax.tree_util.tree_leaves(gradients):
-        if id(leaf) in _returned:
-            return _returned[id(leaf)][1]
-    return None
-
-
 @dataclass(frozen=True)
 class TracedUpdate:
     """One call of an optimizer, or several of which each transforms what the one before has returned.
@@ -164,6 +123,7 @@ class TracedUpdate:
         emitted, skipped, withheld: as in `UpdateOutputs`.
         passed: the gradients that the program passed, if ``gradients`` are accumulated ones.
         returned: the last call.
+        state: the optimizer's state before it.
     """
 
     gradients: Any
@@ -173,7 +133,8 @@ class TracedUpdate:
     skipped: Any = None
     withheld: Any = None
     passed: Any = None
-    returned: Returned | None = None
+    returned: Call | None = None
+    state: Any = None
 
     def continued_by(self, later: TracedUpdate) -> TracedUpdate:
         """Return the update that a further call makes of this one."""
@@ -187,6 +148,7 @@ class TracedUpdate:
             skipped=self.skipped if later.skipped is None else later.skipped,
             withheld=self.withheld if later.withheld is None else later.withheld,
             returned=later.returned,
+            state=self.state if jax.tree_util.tree_leaves(self.state) else later.state,
         )
 
     @property
@@ -217,11 +179,7 @@ class _Loss:
     def of(cls, value: Any, gradients: Any) -> _Loss:
         """Return the loss that the program has differentiated in the current trace."""
         leaves = tuple(jax.tree_util.tree_leaves(gradients))
-        return cls(value, trace_state(), frozenset(map(id, leaves)), _elements(leaves), leaves)
-
-
-def _elements(leaves: Sequence[Any]) -> int:
-    return sum(math.prod(getattr(leaf, "shape", ())) for leaf in leaves)
+        return cls(value, trace_state(), frozenset(map(id, leaves)), elements_of(leaves), leaves)
 
 
 def _loss_of(losses: Sequence[_Loss], gradients: Any) -> _Loss | None:
@@ -234,7 +192,7 @@ def _loss_of(losses: Sequence[_Loss], gradients: Any) -> _Loss | None:
     found = next((loss for loss in losses if loss.gradients & ids), None)
     if found is not None:
         return found
-    elements = _elements(leaves)
+    elements = elements_of(leaves)
     alike = [loss for loss in losses if loss.elements == elements]
     return alike[0] if len(alike) == 1 else None
 
@@ -266,10 +224,12 @@ class TraceCollector:
         """Return the loss of some gradients, which no other update has; None if it is unknown."""
         here = trace_state()
         found = _loss_of([loss for loss in self._losses if loss.trace == here], gradients)
-        if found is None:
-            return None
-        self._losses.remove(found)
-        return found.value
+        if found is not None:
+            self._losses.remove(found)
+            return found.value
+        # The branches of a conditional get the gradients of the program around it, each the same ones.
+        ids = frozenset(map(id, jax.tree_util.tree_leaves(gradients)))
+        return next((loss.value for loss in self._losses if loss.gradients & ids), None)
 
     def note_update(self, update: TracedUpdate) -> bool:
         """Keep an update of this trace. Returns False for one more than the limit."""
@@ -278,7 +238,7 @@ class TraceCollector:
         self._updates.append((update, self.take_loss(update.gradients_of_program)))
         return True
 
-    def continue_update(self, earlier: Returned, later: TracedUpdate) -> None:
+    def continue_update(self, earlier: Call, later: TracedUpdate) -> None:
         """Complete an update of this trace by a further call."""
         for place, (update, loss) in enumerate(self._updates):
             if update.returned is earlier:
@@ -321,6 +281,7 @@ def outputs_of(update: TracedUpdate, loss: Any, places: Mapping[int, int]) -> Up
         shapes=tuple(tuple(leaves[place][1].shape) for place in chosen),
         dtypes=tuple(leaves[place][1].dtype.name for place in chosen),
         inputs=tuple(places.get(id(parameters[place])) for place in chosen),
+        states=tuple(places.get(id(leaf)) for leaf in jax.tree_util.tree_leaves(update.state)),
         hyperparameters=tuple(name for name, _ in hyperparameters),
         has_loss=loss is not None,
     )
@@ -384,12 +345,6 @@ def report(where: str, error: Exception) -> None:
     """Report a failure of the recorder."""
     for listener in faults:
         listener(where, error)
-
-
-def trace_state() -> Any:
-    """Return an object that is equal for code in the same trace; a new one at each call if JAX does not tell."""
-    state = jax_names.find("trace_state")
-    return object() if state is None else state()
 
 
 _top_level = trace_state()
@@ -545,7 +500,7 @@ def divide_loss(scale: Any) -> None:
         _stack.eager_loss = replace(_stack.eager_loss, value=_stack.eager_loss.value / scale)
 
 
-def note_update(update: TracedUpdate, earlier: Returned | None = None) -> None:
+def note_update(update: TracedUpdate, earlier: Call | None = None) -> None:
     """Note an update. One in a trace that is not of a recording form, such as an export, leaves no mark there.
 
     Args:

@@ -82,6 +82,23 @@ def accumulated() -> list[str]:
     return losses
 
 
+def in_parts() -> list[str]:
+    """Two transformations, with an operation of the program between them."""
+    clip, optimizer = optax.clip(1.0), optax.sgd(0.1)
+    params = _params("in_parts")
+
+    @jax.jit
+    def step(params: Any) -> Any:
+        loss, gradients = jax.value_and_grad(_loss)(params, BATCH)
+        clipped, _ = clip.update(gradients, optax.EmptyState())
+        halved = jax.tree.map(lambda gradient: gradient / 2, clipped)
+        updates, _ = optimizer.update(halved, optimizer.init(params))
+        return optax.apply_updates(params, updates), loss
+
+    params, loss = step(params)
+    return [float(loss).hex()]
+
+
 class _NnxNetwork(nnx.Module):
     def __init__(self) -> None:
         self.first = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -129,7 +146,7 @@ def replayed() -> list[str]:
     return []
 
 
-PARTS = (compiled, scanned, accumulated, with_nnx, with_linen)
+PARTS = (compiled, scanned, accumulated, in_parts, with_nnx, with_linen)
 NEEDED = {
     "updates": (compiled,),
     "activations": (compiled, with_nnx),
@@ -137,6 +154,10 @@ NEEDED = {
     "activations of Flax NNX": (compiled, with_nnx, with_linen),
     "activations of Flax linen": (compiled, with_nnx, with_linen),
     "updates of optax.MultiSteps": (compiled, accumulated),
+    "optax transformations that a program applies one by one, with operations of its own between them": (
+        compiled,
+        in_parts,
+    ),
     "the number of compiled programs": (compiled,),
     "evaluating a step operation by operation": (compiled, replayed),
     "exact source lines": (compiled, replayed),

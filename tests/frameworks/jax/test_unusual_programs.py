@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,7 +22,7 @@ import numpy as np
 import optax
 
 from tests.frameworks.recorded_programs import values
-from watchstep import CaptureConfig, Hook, open_run
+from watchstep import CaptureConfig, Hook, StopTraining, open_run
 from watchstep.jax import Recording
 
 BATCH = np.ones((2, 3), np.float32)
@@ -104,8 +105,9 @@ def test_one_structure_in_two_dtypes_is_two_models(hook: Hook) -> None:
     )
 
 
-def test_two_parameter_sets_in_one_step_are_told_apart(hook: Hook) -> None:
-    optimizer = optax.sgd(0.1)
+@pytest.mark.parametrize("passes_weights", [True, False])
+def test_two_parameter_sets_in_one_step_are_told_apart(hook: Hook, passes_weights: bool) -> None:
+    optimizer = optax.sgd(0.1, momentum=None if passes_weights else 0.0)
     first, second = jnp.ones(3), jnp.full(3, 10.0)
     states = optimizer.init(first), optimizer.init(second)
 
@@ -113,8 +115,8 @@ def test_two_parameter_sets_in_one_step_are_told_apart(hook: Hook) -> None:
     def step(first: Any, second: Any, states: Any) -> Any:
         loss_a, gradient_a = jax.value_and_grad(loss_of)(first, BATCH)
         loss_b, gradient_b = jax.value_and_grad(loss_of)(second, BATCH)
-        update_a, state_a = optimizer.update(gradient_a, states[0], first)
-        update_b, state_b = optimizer.update(gradient_b, states[1], second)
+        update_a, state_a = optimizer.update(gradient_a, states[0], first if passes_weights else None)
+        update_b, state_b = optimizer.update(gradient_b, states[1], second if passes_weights else None)
         return first + update_a, second + update_b, (state_a, state_b), loss_a, loss_b
 
     losses = []
@@ -180,17 +182,44 @@ def in_parts(name: str) -> tuple[Any, Any]:
         update, state = several.update(gradient, states[0], weight)
         return update, (state, states[1])
 
+    identity = optax.identity()
+
+    def unclipped(gradient: Any, states: Any, weight: Any) -> Any:
+        gradient, _ = identity.update(gradient, optax.EmptyState())
+        update, state = adam.update(gradient, states[0], weight)
+        return -0.1 * update, (state, states[1])
+
+    def limited(gradient: Any, states: Any, weight: Any) -> Any:
+        gradient, _ = clip.update(gradient, optax.EmptyState())
+        norm = jnp.linalg.norm(gradient)
+        gradient = jnp.clip(gradient, -0.5, 0.5) / jnp.maximum(norm, 1.0)
+        update, state = adam.update(gradient, states[0], weight)
+        return -0.1 * update, (state, states[1])
+
+    def divided(gradient: Any, states: Any, weight: Any) -> Any:
+        first, state = adam.update(gradient, states[0], weight)
+        second, last = rate.update(gradient, states[1], weight)
+        return jnp.where(jnp.arange(3) < 1, -0.1 * first, second), (state, last)
+
     weight = jnp.ones(3)
     parts = {
         "clipped": ((adam.init(weight), rate.init(weight)), clipped),
         "averaged": ((adam.init(weight), ema.init(weight)), averaged),
         "accumulated": ((several.init(weight), ()), accumulated),
+        "unclipped": ((adam.init(weight), ()), unclipped),
+        "limited": ((adam.init(weight), ()), limited),
+        "divided": ((adam.init(weight), rate.init(weight)), divided),
     }
     return parts[name]
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
-@pytest.mark.parametrize("name", ["clipped", "averaged", "accumulated"])
+@pytest.mark.parametrize(
+    ("name", "is_compiled"),
+    [
+        *itertools.product(["clipped", "averaged", "accumulated", "unclipped", "divided"], [True, False]),
+        ("limited", True),  # outside of traces, nothing tells what gradients were computed from
+    ],
+)
 def test_transformations_that_a_program_applies_one_by_one_are_one_update(
     name: str, is_compiled: bool, hook: Hook
 ) -> None:
@@ -220,13 +249,16 @@ def test_transformations_that_a_program_applies_one_by_one_are_one_update(
         assert values(run, "parameter", "max")[0] == 1.0
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize(
+    ("name", "is_compiled"),
+    [("clipped", True), ("clipped", False), ("limited", True), ("divided", True)],
+)
 def test_a_bad_update_in_several_transformations_is_left_out_as_a_whole(
-    tmp_path: Path, is_compiled: bool
+    tmp_path: Path, name: str, is_compiled: bool
 ) -> None:
     with Hook(tmp_path, run="r", config=CaptureConfig(overhead_budget=None), on_nonfinite="skip") as hook:
         Recording(hook)
-        state, update = in_parts("clipped")
+        state, update = in_parts(name)
 
         def step(weight: Any, state: Any, batch: Any) -> Any:
             change, state = update(jax.grad(loss_of)(weight, batch), state, weight)
@@ -239,6 +271,75 @@ def test_a_bad_update_in_several_transformations_is_left_out_as_a_whole(
         assert jax.tree.map(np.array_equal, state, state_after) == jax.tree.map(lambda _: True, state)
         step(after, state_after, BATCH)
     assert open_run(hook.run_url).steps() == [0, 1, 2]
+
+
+class OwnAverage(NamedTuple):
+    """The state of a transformation of the program's own, with the field names of that of `optax.ema`."""
+
+    count: Any
+    ema: Any
+
+
+def test_an_optimizer_with_an_average_as_state_is_recorded_and_stopped(tmp_path: Path) -> None:
+    def update(gradient: Any, state: OwnAverage, _: Any = None) -> Any:
+        average = 0.9 * state.ema + 0.1 * gradient
+        return -0.1 * average, OwnAverage(state.count + 1, average)
+
+    weight, state = jnp.ones(3), OwnAverage(jnp.zeros((), int), jnp.zeros(3))
+    hook = Hook(tmp_path, run="r", config=CaptureConfig(overhead_budget=None), on_nonfinite="stop")
+    Recording(hook)
+    step = jax.jit(stepping(optax.GradientTransformation(lambda _: state, update)))
+    weight, state, _ = step(weight, state, BATCH)
+    weight, state, _ = step(weight, state, BATCH * np.float32(np.nan))
+    with hook, pytest.raises(StopTraining):
+        step(weight, state, BATCH)
+    assert open_run(hook.run_url).steps() == [0, 1]
+    assert jnp.isfinite(weight).all()
+
+
+def test_updates_in_the_branches_of_a_conditional_have_the_loss_before_it(hook: Hook) -> None:
+    first, second = optax.sgd(0.1), optax.sgd(0.2)
+
+    @jax.jit
+    def step(weight: Any, number: Any) -> Any:
+        loss, gradient = jax.value_and_grad(loss_of)(weight, BATCH)
+        update = jax.lax.cond(
+            number % 2 == 0,
+            lambda: first.update(gradient, first.init(weight), weight)[0],
+            lambda: second.update(gradient, second.init(weight), weight)[0],
+        )
+        return weight + update, loss
+
+    weight, losses = jnp.ones(3), []
+    for number in range(4):
+        weight, loss = step(weight, number)
+        losses.append(float(loss))
+    run = closed(hook)
+    assert run.steps() == [0, 1, 2, 3]
+    assert values(run, "loss") == pytest.approx(losses)
+
+
+@pytest.mark.parametrize("figures", ["host", "device"])
+@pytest.mark.parametrize("passes_weights", [True, False])
+def test_steps_that_depend_on_each_other_are_no_parts_of_one(
+    tmp_path: Path, passes_weights: bool, figures: Any
+) -> None:
+    with Hook(tmp_path, run="r", config=CaptureConfig(overhead_budget=None)) as hook:
+        Recording(hook, figures=figures)
+        optimizer = optax.adam(0.1)
+
+        @jax.jit
+        def steps(weight: Any, state: Any, batch: Any) -> Any:
+            for _ in range(2):
+                gradient = jax.grad(loss_of)(weight, batch)
+                update, state = optimizer.update(gradient, state, weight if passes_weights else None)
+                weight += update
+            return weight, state
+
+        weight, state = jnp.ones(3), optimizer.init(jnp.ones(3))
+        for _ in range(2):
+            weight, state = steps(weight, state, BATCH)
+    assert open_run(hook.run_url).steps() == [0, 1, 2, 3]
 
 
 def test_several_updates_in_one_call_are_steps(hook: Hook) -> None:

@@ -36,7 +36,8 @@ from watchstep.jax.internals import (
     obstacle_of_activations,
 )
 from watchstep.jax.names import path_words
-from watchstep.jax.traced_updates import report, trace_state
+from watchstep.jax.traced_updates import report
+from watchstep.jax.update_parts import trace_state
 
 _MAX_ROOT_FRAMES = 40
 """Maximum number of callers that are searched for the outermost module."""
