@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -33,6 +34,7 @@ from watchstep.jax.internals import has_rings, jax_names, surroundings
 from watchstep.jax.names import describe, layer_descriptions
 from watchstep.jax.replay.step_bundles import StepBundles
 from watchstep.jax.ring.ring_reader import RingReader
+from watchstep.jax.ring.ring_snapshots import RingStep
 from watchstep.jax.step_settings import StepSettings, request_settings, withdraw_settings
 from watchstep.jax.traced_updates import (
     StepOutputs,
@@ -144,6 +146,7 @@ class UpdateReader:
         self._functions: weakref.WeakSet[CompiledStep] = weakref.WeakSet()
         self._weights: dict[int, _Premeasured] = {}
         self._pending: list[list[_PendingUpdate]] = []
+        self._dispatches: deque[list[tuple[_Model, RingReader]]] = deque()
         self._counting: _Model | None = None
         self._others = 0
         self._by_hand = False
@@ -183,18 +186,50 @@ class UpdateReader:
             own_work.leave()
 
     def _read_rings(self, *, at_end: bool = False) -> None:
-        """Record what rings have recorded and has arrived."""
-        for model in self._models.values():
-            if model.ring is not None and (at_end or model.ring.is_waiting):
-                model.recorder.bundle_bad_step = None
-                self._read_activations_of(model)
-                with dispatching:
-                    model.ring.read(functools.partial(self._begin_ring, model), at_end=at_end)
+        """Record what rings have recorded and has arrived, in the order of the dispatches."""
+        while self._dispatches and (at_end or all(ring.is_due for _, ring in self._dispatches[0])):
+            with dispatching:
+                self._record_rings([(model, ring.take()) for model, ring in self._dispatches.popleft()])
+        if not at_end:
+            return
+        rings = [(model, model.ring) for model in self._models.values() if model.ring is not None]
+        try:
+            with dispatching:
+                self._record_rings([(model, ring.take_rest()) for model, ring in rings])
+        finally:
+            for _, ring in rings:
+                ring.release()
 
-    def _begin_ring(self, model: _Model) -> str:
-        """Choose the model whose updates are steps, and return the name of the losses in a ring that is read next."""
-        self._count_steps([model])
-        return self._loss_name(model)
+    def _record_rings(self, updates: Sequence[tuple[_Model, Sequence[RingStep]]]) -> None:
+        """Record the updates of a dispatch. Those of several models alternate, as they do in the body of a scan.
+
+        Raises:
+            StopTraining: a stop is due and the program opted in.
+        """
+        made = [(model, steps) for model, steps in updates if steps]
+        if not made:
+            return
+        self._count_steps([model for model, _ in made])
+        for model, _ in made:
+            model.recorder.bundle_bad_step = None
+            self._read_activations_of(model)
+        # The update of the model that counts steps ends a step, to which the others belong.
+        places = sorted(
+            ((number + 0.5) / len(steps), model is self._counting, order, number)
+            for order, (model, steps) in enumerate(made)
+            for number in range(len(steps))
+        )
+        stop: StopTraining | None = None
+        for _, _, order, number in places:
+            model, steps = made[order]
+            assert model.ring is not None
+            try:
+                model.ring.record(steps[number], self._loss_name(model))
+            except StopTraining as error:
+                stop = stop or error  # the program has made this update and the later ones
+                model.recorder.end_step()
+        if stop is not None:
+            raise stop
 
     def _read_activations_of(self, model: _Model) -> None:
         """Let the ring of the first optimizer record the activations of its updates."""
@@ -234,7 +269,7 @@ class UpdateReader:
         try:
             outputs = [update for update in updates if isinstance(update, UpdateOutputs)]
             call: list[_PendingUpdate] = []
-            rings: list[RingReader] = []
+            rings: dict[int, tuple[_Model, RingReader]] = {}
             activations = None
             if self._activations is not None and function.observed.has_rows:
                 activations = self._activations.dispatched(has_inner_updates=function.has_inner_updates)
@@ -247,10 +282,10 @@ class UpdateReader:
                 self._pending.append(call)
             for layout in function.inner_layouts:
                 ring_model = self._models.get((*_key(layout), 0))
-                if ring_model is not None and ring_model.ring is not None and ring_model.ring not in rings:
-                    rings.append(ring_model.ring)
-            for ring in rings:
-                ring.dispatched()
+                if ring_model is not None and ring_model.ring is not None:
+                    rings[id(ring_model)] = ring_model, ring_model.ring
+            if copied := [(ring_model, ring) for ring_model, ring in rings.values() if ring.dispatched()]:
+                self._dispatches.append(copied)
             self._bundles.called(function, arguments, result)
         except Exception as error:  # noqa: BLE001 - as above
             self._session.health.fault("jax", error)

@@ -581,11 +581,14 @@ def test_steps_are_numbered_across_overwritten_ones_and_recordings(tmp_path: Pat
             program = program or looping(reader)
             for first, last in parts:
                 reader.wait()
-                reader.read(lambda: "loss")
                 assert reader.check()
                 program(jnp.asarray(np.resize(data[first:last], (900, 2))), last - first)
-                reader.dispatched()
-            reader.read(lambda: "loss", at_end=True)
+                if reader.dispatched():
+                    for step in reader.take():
+                        reader.record(step, "loss")
+            for step in reader.take_rest():
+                reader.record(step, "loss")
+            reader.release()
         run = open_run(tmp_path / "default" / name)
         losses = run.tensor("loss").steps()
         if name == "first":

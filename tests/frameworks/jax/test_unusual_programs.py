@@ -154,6 +154,33 @@ def test_two_models_with_updates_inside_of_scans_have_losses_of_their_own(hook: 
     assert all(min(losses[1]) - 1e-6 <= value <= max(losses[1]) for value in values(run, "loss_2"))
 
 
+@pytest.mark.parametrize("is_scan", [False, True])
+def test_updates_of_two_models_in_one_dispatch_belong_to_the_same_steps(
+    is_scan: bool, tmp_path: Path
+) -> None:
+    """On accelerators, updates of compiled steps are in rings, as those of scans are."""
+    hook = Hook(tmp_path, run="r", config=CaptureConfig(overhead_budget=None))
+    Recording(hook, figures="device")
+    optimizer = optax.sgd(0.01)
+    one = stepping(optimizer)
+
+    def both(carry: Any, _: Any) -> Any:
+        made = [one(weight, state, jnp.ones((2, weight.size))) for weight, state in carry]
+        return tuple((weight, state) for weight, state, _ in made), jnp.stack([loss for _, _, loss in made])
+
+    step = jax.jit(both) if not is_scan else jax.jit(lambda carry, _: jax.lax.scan(both, carry, None, 3))
+    carry = tuple((weight, optimizer.init(weight)) for weight in (jnp.ones(3), jnp.ones(4)))
+    losses = []
+    for _ in range(6):
+        carry, found = step(carry, 0)
+        losses += np.asarray(found).reshape(-1, 2).tolist()
+    run = closed(hook)
+    assert not hook.health["faults"]
+    assert run.steps() == list(range(len(losses)))
+    assert values(run, "loss") == pytest.approx([first for first, _ in losses])
+    assert values(run, "loss_2") == pytest.approx([second for _, second in losses])
+
+
 def in_parts(name: str) -> tuple[Any, Any]:
     """The state and the update of an optimizer that a program composes itself."""
     clip, adam, decay, rate = (

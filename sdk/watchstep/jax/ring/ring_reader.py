@@ -14,7 +14,6 @@ from watchstep.jax.ring.ring_snapshots import RingSnapshot, RingStep
 from watchstep.jax.ring.row_cadence import RowCadence
 from watchstep.jax.ring.step_ring import StepRing
 from watchstep.jax.traced_updates import TracedUpdate, UpdateOutputs, shardings_of
-from watchstep.stopping import StopTraining
 from watchstep.updates.update_recorder import Update, UpdateRecorder
 
 _MAX_PENDING = 2
@@ -61,18 +60,14 @@ class RingReader:
             shardings=shardings_of(outputs.layout),
         )
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a dispatch has not been read yet."""
-        return bool(self._pending)
-
-    def dispatched(self) -> None:
-        """Start to copy what a dispatch has recorded."""
+    def dispatched(self) -> bool:
+        """Start to copy what a dispatch has recorded. Returns whether there is anything, which `take` returns later."""
         if jax.process_count() == 1:
             self._ring.every = self._cadence.after(self._steps)
         snapshot = self._ring.snapshot()
         if snapshot is not None:
             self._pending.append(snapshot)
+        return snapshot is not None
 
     def wait(self) -> None:
         """Wait for the dispatch before the last one, so that a fault is found within two dispatches. Never raises: a failed dispatch is the program's."""
@@ -91,52 +86,43 @@ class RingReader:
         """Replace memory that a failed dispatch has deleted. Never raises; returns what `check` does."""
         return self._ring.repair()
 
-    def read(self, about_to_record: Callable[[], str], *, at_end: bool = False) -> None:
-        """Record the updates that have arrived.
-
-        Args:
-            about_to_record: called before the updates of a dispatch, if it has made any. Returns the name of their losses.
-            at_end: wait for all of them, and leave the ring to a later recording.
-
-        Raises:
-            StopTraining: a stop is due and the program opted in.
-        """
-        while self._pending and (at_end or self._is_due):
-            self._record(self._pending.popleft(), about_to_record)
-        if not at_end:
-            return
-        try:
-            if (snapshot := self._ring.snapshot(with_rows=True)) is not None:
-                self._record(snapshot, about_to_record)
-        finally:
-            self._ring.release()
-
     @property
-    def _is_due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether the oldest dispatch is read. Several processes read the same ones between two dispatches, so that a stop ends all of them at the same call."""
         if jax.process_count() > 1:
             return len(self._pending) >= _MAX_PENDING
         return self._pending[0].is_ready
 
-    def _record(self, snapshot: RingSnapshot, about_to_record: Callable[[], str]) -> None:
+    def take(self) -> list[RingStep]:
+        """Return the updates of the oldest dispatch that was not read, in order, and forget it. Waits for it."""
+        return self._read(self._pending.popleft())
+
+    def take_rest(self) -> list[RingStep]:
+        """Return the updates that no dispatch had copied, in order."""
+        snapshot = self._ring.snapshot(with_rows=True)
+        return [] if snapshot is None else self._read(snapshot)
+
+    def release(self) -> None:
+        """Leave the ring to a later recording."""
+        self._ring.release()
+
+    def _read(self, snapshot: RingSnapshot) -> list[RingStep]:
         missed = self._ring.missed_steps
         steps = self._ring.read(snapshot)
         if self._ring.missed_steps > missed:
             self._session.health.count("missed_steps", self._ring.missed_steps - missed)
-        if not steps:
-            return
-        loss_name = about_to_record()
-        stop: StopTraining | None = None
-        for step in steps:
-            try:
-                self._record_step(step, loss_name)
-            except StopTraining as error:
-                stop = stop or error  # the program has made this update and the later ones
-                self._recorder.end_step()
-        if stop is not None:
-            raise stop
+        return steps
 
-    def _record_step(self, step: RingStep, loss_name: str) -> None:
+    def record(self, step: RingStep, loss_name: str) -> None:
+        """Record an update.
+
+        Args:
+            step: the update.
+            loss_name: name of its loss.
+
+        Raises:
+            StopTraining: a stop is due and the program opted in.
+        """
         skipped = step.number - self._steps
         self._steps = step.number + 1
         self._recorder.skip(skipped)
