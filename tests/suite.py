@@ -73,13 +73,13 @@ class Suite:
 def suites() -> dict[str, Suite]:
     """Each suite by its name."""
     return {
-        "test": Suite(("-m", "not ci and not release", *_commit_arguments()), budget=1250.0, examples=12),
-        "test-ci": Suite(("-m", "ci and not release", *marked_files("ci")), budget=2500.0, examples=25),
+        "test": Suite(("-m", "not ci and not release", *_commit_arguments()), budget=1100.0, examples=12),
+        "test-ci": Suite(("-m", "ci and not release", *marked_files("ci")), budget=1500.0, examples=25),
         "test-faults": Suite((FAULTS,), workers=0, budget=150.0),
-        "test-stores": Suite((STORES,), workers=0, budget=130.0),
-        "test-web": Suite((WEB,), workers=0, budget=400.0),
+        "test-stores": Suite((STORES,), workers=0, budget=90.0),
+        "test-web": Suite((WEB,), workers=0, budget=290.0),
         # One process: JAX and TensorFlow have threads once they are imported, and a process with threads must not fork.
-        "test-frameworks": Suite((FRAMEWORKS, "-m", "not release"), workers=0, budget=850.0, examples=25),
+        "test-frameworks": Suite((FRAMEWORKS, "-m", "not release"), workers=0, budget=750.0, examples=25),
         "test-release": Suite(("-m", "release", *marked_files("release")), examples=100),
         "test-laws": Suite(LAWS, examples=400),
     }
