@@ -193,7 +193,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def segments_of(recorded: Path) -> dict[str, list[SegmentKey]]:
     """By writer, in their order."""
     found: dict[str, list[SegmentKey]] = {}
-    for path in sorted(recorded.rglob("*.arrow")):
+    for path in sorted((recorded / layout.SEGMENTS).rglob("*.arrow")):
         key = SegmentKey.parse(path.relative_to(recorded).as_posix())
         found.setdefault(key.writer.writer, []).append(key)
     return found
