@@ -16,6 +16,8 @@ from tests.sdk.capture.saved_rows import assert_one_for_each_object, assert_step
 from tests.sdk.programs import run_program
 from tests.sdk.training import watching
 from watchstep import Run, open_run
+from watchstep_rules.backtest.backtest import backtest
+from watchstep_rules.config.rule_config import RuleConfig
 
 pytestmark = pytest.mark.ci
 
@@ -142,6 +144,14 @@ def test_of_equal_replicas_one_records_and_both_send_checksums(
 def test_checksums_tell_replicas_apart_that_went_their_own_way(trained: Callable[[str], Run]) -> None:
     run = trained("ddp-diverging")
     assert distinct(run, "0.bias:checksum") == {0: 1, 100: 2}
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(("kind", "found"), [("ddp", []), ("ddp-diverging", [100])])
+def test_replicas_that_part_are_found(trained: Callable[[str], Run], kind: str, found: list[int]) -> None:
+    rule = RuleConfig(rule="replica_divergence", severity="critical")
+    (outcome,) = backtest(trained(kind).rows(), [rule])
+    assert [transition.step for transition in outcome.fired] == found
 
 
 def test_each_shard_of_a_replica_has_its_checksum(trained: Callable[[str], Run]) -> None:
