@@ -35,13 +35,13 @@ from watchstep.jax.traced_updates import (
     UpdateOutputs,
     is_collecting,
     is_probing,
-    is_top_level,
     not_observed,
     note_update_of_inner,
     probing,
     recording_form,
     report,
 )
+from watchstep.jax.update_parts import is_top_level
 from watchstep.platform.program_errors import is_of_program
 from watchstep.stopping import StopTraining
 

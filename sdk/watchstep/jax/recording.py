@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ from watchstep.jax.traced_updates import (
     UpdateLayout,
     UpdateOutputs,
 )
+from watchstep.jax.update_parts import is_top_level
 from watchstep.kernels.measurement import Measurement, Reordered
 from watchstep.stopping import OnNonfinite, StopTraining
 from watchstep.updates.parameter_names import prefixed
@@ -147,6 +149,7 @@ class UpdateReader:
         self._weights: dict[int, _Premeasured] = {}
         self._pending: list[list[_PendingUpdate]] = []
         self._dispatches: deque[list[tuple[_Model, RingReader]]] = deque()
+        self._reading = threading.RLock()  # a signal's handler may close the hook
         self._counting: _Model | None = None
         self._others = 0
         self._by_hand = False
@@ -186,7 +189,15 @@ class UpdateReader:
             own_work.leave()
 
     def _read_rings(self, *, at_end: bool = False) -> None:
-        """Record what rings have recorded and has arrived, in the order of the dispatches."""
+        """Record what rings have recorded and has arrived, in the order of the dispatches, unless another thread does."""
+        if not self._reading.acquire(blocking=at_end):
+            return
+        try:
+            self._read_dispatches(at_end=at_end)
+        finally:
+            self._reading.release()
+
+    def _read_dispatches(self, *, at_end: bool) -> None:
         while self._dispatches and (at_end or all(ring.is_due for _, ring in self._dispatches[0])):
             with dispatching:
                 self._record_rings([(model, ring.take()) for model, ring in self._dispatches.popleft()])
@@ -642,7 +653,7 @@ class Recording:
         """Record an update that is not an output of a compiled function."""
         if self._reader is None:
             return
-        if traced_updates.is_top_level():
+        if is_top_level():
             self._reader.eager(update, loss)
         else:
             self._reader.trace(update, loss)

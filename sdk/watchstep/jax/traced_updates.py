@@ -20,7 +20,7 @@ from watchstep.jax.internals import jax_names
 from watchstep.jax.names import Path
 from watchstep.jax.sharding.argument_shardings import ArgumentShardings
 from watchstep.jax.step_settings import StepSettings, effective_settings
-from watchstep.jax.update_parts import Call, elements_of, trace_state
+from watchstep.jax.update_parts import Call, elements_of, is_top_level, trace_state
 
 _MAX_UPDATES = 64
 _MAX_HYPERPARAMETERS = 16
@@ -345,14 +345,6 @@ def report(where: str, error: Exception) -> None:
     """Report a failure of the recorder."""
     for listener in faults:
         listener(where, error)
-
-
-_top_level = trace_state()
-
-
-def is_top_level() -> bool:
-    """Return whether the current code is outside of all traces. This module is imported outside of them."""
-    return bool(trace_state() == _top_level)
 
 
 @dataclass(frozen=True)

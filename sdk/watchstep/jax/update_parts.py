@@ -31,6 +31,11 @@ _top_level = trace_state()
 """That of code outside of all traces, where this module is imported."""
 
 
+def is_top_level() -> bool:
+    """Return whether the current code is outside of all traces. This module is imported outside of them."""
+    return bool(trace_state() == _top_level)
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """A call of an optimizer.

@@ -85,8 +85,8 @@ def _measure(plain: list[Tensor]) -> Measurement:
 
 
 def measure_figures(tensors: Sequence[Tensor]) -> Measurement | None:
-    """Measure tensors in host memory without histograms; None if the compiled kernel is missing or cannot read one of them."""
-    native = native_kernel.load()
+    """Measure tensors in host memory without histograms; None if there are none, or the compiled kernel is missing or cannot read one of them."""
+    native = native_kernel.load() if tensors else None
     memory = None if native is None else native_ranges(tensors, _memory_of_part)
     if native is None or memory is None or not all(memory.addresses) or any(map(Tensor.is_neg, tensors)):
         return None

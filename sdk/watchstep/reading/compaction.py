@@ -107,9 +107,8 @@ def compact(
 
 def _write_generation(store: Store) -> int:
     generation = claim_generation(store)
-    index = RunIndex(
-        store
-    ).judged()  # listed after the claim, which prevents the deletion of originals meanwhile
+    # Listed after the claim, which prevents the deletion of originals meanwhile.
+    index = RunIndex(store).judged()
     index.refresh()
     attempts = index.consistently(lambda: _written_attempts(store, index, generation))
     sources = {*(index.manifest.sources if index.manifest else ()), *(key.path for key in index.segments)}

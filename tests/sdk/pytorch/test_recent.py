@@ -14,7 +14,7 @@ from watchstep import CaptureConfig, Hook, StopTraining, open_run
 from watchstep.capture.steps.recent import RECENT_STEPS, RecentSteps
 from watchstep.capture.steps.record import FinishedStep
 from watchstep.capture.tensors.snapshots import StoredFile
-from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.control import ControlDocument, SnapshotRequest, StopRequest
 from watchstep.reading.columns import Selection
 from watchstep.reading.compaction import compact
 
@@ -192,6 +192,16 @@ def test_a_stop_asks_for_them(tmp_path: Path) -> None:
     with pytest.raises(StopTraining):
         train(tmp_path, 30, change=stop)
     assert steps_of(hooks[0], "0.weight:gradient") == list(range(21))
+
+
+def test_a_request_of_the_service_asks_for_them(tmp_path: Path) -> None:
+    def request(step: int, hook: Hook, x: torch.Tensor) -> None:
+        if step == 20:
+            document = ControlDocument().with_snapshot(SnapshotRequest("s1", 0, "a1"))
+            hook._control_changed(document, "a1")
+
+    hook = train(tmp_path, 24, change=request)
+    assert set(steps_of(hook, "0.weight:gradient")) >= set(range(20))
 
 
 def test_an_exception_of_the_program_asks_for_them(tmp_path: Path) -> None:

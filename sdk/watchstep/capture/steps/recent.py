@@ -33,7 +33,7 @@ _MAX_INTERVAL = 5
 """Maximum number of steps between two measured ones. At a larger one nothing is kept: the longest gap of the default recording is twice that."""
 
 _PAUSE = 100
-"""Steps without measuring after it was too expensive."""
+"""Least number of steps without measuring after it was too expensive. It is larger until the tries take no more than `RECENT_SHARE` either."""
 
 _COSTS = 5
 """Number of the last costs whose median counts: a process that is interrupted takes any time."""
@@ -107,9 +107,9 @@ class RecentSteps:
             )
 
     def _encoded(self, steps: Sequence[FinishedStep]) -> NDArray[np.uint8]:
+        self._taken += 1
         block = join([record for finished in steps for record in finished.records])
         block = replace(block, catalogue=tuple(info.bounded() for info in block.catalogue))
-        self._taken += 1
         return np.frombuffer(encode(block), np.uint8)
 
     def _settle(self) -> None:
@@ -123,8 +123,10 @@ class RecentSteps:
             return _PAUSE
         if len(self._costs) < _FEWEST_COSTS:
             return 1
-        interval = max(1, math.ceil(sorted(self._costs)[len(self._costs) // 2] / (RECENT_SHARE * step_time)))
+        allowance = RECENT_SHARE * step_time
+        interval = max(1, math.ceil(sorted(self._costs)[len(self._costs) // 2] / allowance))
         if interval <= _MAX_INTERVAL:
             return interval
+        pause = max(_PAUSE, math.ceil(sum(self._costs) / allowance))
         self._costs.clear()
-        return _PAUSE
+        return pause

@@ -260,7 +260,7 @@ class Parameters:
             others = () if left is updated.ids else set(updated.ids).difference(left)
             if not self._is_due(updated.weights, step):
                 weights = updated.kept_weights.without(others, _weight)
-                figures = self._figures([named.parameter for named in weights.members])
+                figures = measure_figures([named.parameter for named in weights.members])
                 if figures is not None:
                     self._recorder.keep(weights.group, figures)
             if scaling.scale is None and not self._is_due(updated.gradients, step):
@@ -274,23 +274,10 @@ class Parameters:
         return any(self._schedule.due(part.collections, step) is not None for part in parts)
 
     def _kept_gradients(self, updated: Updated, but: Collection[int] = ()) -> MeasuredGradients | None:
-        kept, gradients = updated.kept_gradients, []
-        for named in kept.members:
-            if (gradient := named.parameter.grad) is None or id(named.parameter) in but:
-                chosen = [
-                    n for n in kept.members if n.parameter.grad is not None and id(n.parameter) not in but
-                ]
-                kept = _Kept.of(chosen, _gradient)
-                gradients = [n.parameter.grad for n in chosen if n.parameter.grad is not None]
-                break
-            gradients.append(gradient)
-        figures = self._figures(gradients)
+        missing = {id(n.parameter) for n in updated.kept_gradients.members if n.parameter.grad is None}
+        kept = updated.kept_gradients.without(missing.union(but), _gradient)
+        figures = measure_figures([n.parameter.grad for n in kept.members if n.parameter.grad is not None])
         return None if figures is None else MeasuredGradients(kept.group, figures, (), is_kept=True)
-
-    @staticmethod
-    def _figures(tensors: Sequence[Tensor]) -> Measurement | None:
-        """Measure tensors in host memory without histograms; None if there are none, or the compiled kernel cannot read one of them."""
-        return measure_figures(tensors) if tensors else None
 
     def measure_weights(self, updated: Updated, step: int) -> None:
         """Measure weights and biases that are due."""
