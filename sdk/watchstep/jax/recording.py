@@ -252,11 +252,11 @@ class UpdateReader:
     def _prepare_rings(self, function: CompiledStep) -> None:
         """Make the rings of a function usable, those of an earlier recording of this process included."""
         for layout in function.inner_layouts:
-            model = self._model_of(layout)
+            model = self._model_of(layout, rank=layout.rank)
             if model is None or not has_rings():
                 continue
             if model.ring is None:
-                model.ring = RingReader(self._session, model.recorder, _key(layout))
+                model.ring = RingReader(self._session, model.recorder, (*layout.structure, layout.rank))
             with dispatching:
                 is_usable = model.ring.check()
             if not is_usable:
@@ -292,7 +292,7 @@ class UpdateReader:
             if call:
                 self._pending.append(call)
             for layout in function.inner_layouts:
-                ring_model = self._models.get((*_key(layout), 0))
+                ring_model = self._models.get((*layout.structure, layout.rank))
                 if ring_model is not None and ring_model.ring is not None:
                     rings[id(ring_model)] = ring_model, ring_model.ring
             if copied := [(ring_model, ring) for ring_model, ring in rings.values() if ring.dispatched()]:
@@ -330,15 +330,16 @@ class UpdateReader:
         """Let a program that is being traced record an update in device memory. Never raises."""
         try:
             outputs = traced_updates.outputs_of(update, loss, {})
-            model = None if self._closed else self._model_of(outputs.layout)
+            layout = outputs.layout
+            model = None if self._closed else self._model_of(layout, rank=layout.rank)
             if model is None:
                 return
             if model.ring is None:
                 if not has_rings():
                     return  # health has it
-                model.ring = RingReader(self._session, model.recorder, _key(outputs.layout))
+                model.ring = RingReader(self._session, model.recorder, (*layout.structure, layout.rank))
             model.ring.trace(update, outputs)
-            shardings = traced_updates.shardings_of(outputs.layout) or ()
+            shardings = traced_updates.shardings_of(layout) or ()
             self._check_ranks(is_divided=any(not place.is_fully_addressable for place in shardings))
             self._trace_activations(model, update)
         except Exception as error:  # noqa: BLE001 - as above
@@ -405,7 +406,7 @@ class UpdateReader:
     def _model_of(
         self, layout: UpdateLayout, stacked: Sequence[bool] | None = None, rank: int = 0
     ) -> _Model | None:
-        key = (*_key(layout), rank)
+        key = (*layout.structure, rank)
         model = self._models.get(key)
         self._earlier.discard(key)
         if model is None:
@@ -548,11 +549,6 @@ class UpdateReader:
             )
 
 
-def _key(layout: UpdateLayout) -> _ModelKey:
-    """Return what distinguishes the parameters of one optimizer from those of others with another structure."""
-    return layout.paths, layout.shapes, layout.dtypes
-
-
 def _ranks(layouts: Sequence[UpdateLayout]) -> list[int]:
     """Return which of the parameter sets of equal structure each update of a call is of.
 
@@ -562,7 +558,7 @@ def _ranks(layouts: Sequence[UpdateLayout]) -> list[int]:
     sets: dict[Any, list[Any]] = {}
     ranks: list[int] = []
     for layout in layouts:
-        owners = sets.setdefault(_key(layout), [])
+        owners = sets.setdefault(layout.structure, [])
         owner = layout.inputs if None not in layout.inputs else layout.states
         if not owner or None in owner:
             ranks.append(max(0, len(owners) - 1))

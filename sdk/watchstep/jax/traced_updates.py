@@ -20,7 +20,7 @@ from watchstep.jax.internals import jax_names
 from watchstep.jax.names import Path
 from watchstep.jax.sharding.argument_shardings import ArgumentShardings
 from watchstep.jax.step_settings import StepSettings, effective_settings
-from watchstep.jax.update_parts import Call, elements_of, is_top_level, trace_state
+from watchstep.jax.update_parts import Call, elements_of, is_input, is_top_level, trace_state
 
 _MAX_UPDATES = 64
 _MAX_HYPERPARAMETERS = 16
@@ -38,6 +38,7 @@ class UpdateLayout:
         states: the same of each array of the optimizer's state.
         hyperparameters: names of the hyperparameters.
         has_loss: whether a loss was found.
+        rank: which of the parameter sets of equal structure in an inner trace the update is of.
     """
 
     paths: tuple[Path, ...]
@@ -47,6 +48,12 @@ class UpdateLayout:
     states: tuple[int | None, ...]
     hyperparameters: tuple[str, ...]
     has_loss: bool
+    rank: int = 0
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """What distinguishes the parameters of one optimizer from those of others with another structure."""
+        return self.paths, self.shapes, self.dtypes
 
     __hash__ = object.__hash__
 
@@ -124,6 +131,7 @@ class TracedUpdate:
         passed: the gradients that the program passed, if ``gradients`` are accumulated ones.
         returned: the last call.
         state: the optimizer's state before it.
+        rank: as in `UpdateLayout`.
     """
 
     gradients: Any
@@ -135,6 +143,7 @@ class TracedUpdate:
     passed: Any = None
     returned: Call | None = None
     state: Any = None
+    rank: int = 0
 
     def continued_by(self, later: TracedUpdate) -> TracedUpdate:
         """Return the update that a further call makes of this one."""
@@ -197,6 +206,21 @@ def _loss_of(losses: Sequence[_Loss], gradients: Any) -> _Loss | None:
     return alike[0] if len(alike) == 1 else None
 
 
+@dataclass(frozen=True, eq=False)
+class _InnerOwner:
+    """A parameter set with updates in an inner trace.
+
+    Attributes:
+        trace: the trace.
+        structure: what it has in common with others.
+        leaves: its parameters or states, which are inputs of the trace.
+    """
+
+    trace: Any
+    structure: Any
+    leaves: Sequence[Any]
+
+
 class TraceCollector:
     """Keeps the updates and losses of one trace of a recording form, and of the traces inside it."""
 
@@ -205,6 +229,7 @@ class TraceCollector:
         self._updates: list[tuple[TracedUpdate, Any]] = []
         self._losses: list[_Loss] = []
         self._inner: list[UpdateLayout] = []
+        self._inner_owners: list[_InnerOwner] = []
 
     @property
     def is_current(self) -> bool:
@@ -244,9 +269,30 @@ class TraceCollector:
             if update.returned is earlier:
                 self._updates[place] = update.continued_by(later), loss
 
-    def note_inner(self, update: TracedUpdate) -> None:
-        """Note an update of an inner trace."""
-        self._inner.append(outputs_of(update, None, {}).layout)
+    def note_inner(self, update: TracedUpdate) -> TracedUpdate:
+        """Note an update of an inner trace. Returns it with its rank."""
+        layout = outputs_of(update, None, {}).layout
+        rank = self._rank_of_inner(update, layout)
+        self._inner.append(replace(layout, rank=rank))
+        return replace(update, rank=rank)
+
+    def _rank_of_inner(self, update: TracedUpdate, layout: UpdateLayout) -> int:
+        """Return which of the parameter sets of equal structure in the trace in progress an update is of.
+
+        A set is known by its parameters among the inputs of the trace; if the program did not pass them, by the optimizer's state. An update with neither is of the
+        set that was updated last: the program makes several in one iteration.
+        """
+        here, structure = trace_state(), layout.structure
+        alike = [one for one in self._inner_owners if one.trace == here and one.structure == structure]
+        trees = [jax.tree_util.tree_leaves(tree) for tree in (update.parameters, update.state)]
+        leaves = next((leaves for leaves in trees if leaves and all(map(is_input, leaves))), None)
+        if leaves is None:
+            return max(0, len(alike) - 1)
+        for rank, owner in enumerate(alike):
+            if list(map(id, owner.leaves)) == list(map(id, leaves)):
+                return rank
+        self._inner_owners.append(_InnerOwner(here, structure, leaves))
+        return len(alike)
 
     def outputs(self, arguments: Any) -> StepOutputs:
         """Return the extra outputs of the step, in the order of the updates.
@@ -284,6 +330,7 @@ def outputs_of(update: TracedUpdate, loss: Any, places: Mapping[int, int]) -> Up
         states=tuple(places.get(id(leaf)) for leaf in jax.tree_util.tree_leaves(update.state)),
         hyperparameters=tuple(name for name, _ in hyperparameters),
         has_loss=loss is not None,
+        rank=update.rank,
     )
     return UpdateOutputs(
         layout,
@@ -524,6 +571,6 @@ def note_update(update: TracedUpdate, earlier: Call | None = None) -> None:
         return
     else:
         loss = collector.take_loss(update.gradients_of_program)
-        collector.note_inner(update)
+        update = collector.note_inner(update)
     for observer in tuple(observers_of_inner):
         observer(update, loss)

@@ -151,6 +151,16 @@ def _arrays(tree: Any) -> list[Any]:
     return [leaf for leaf in jax.tree_util.tree_leaves(tree) if isinstance(leaf, jax.Array)]
 
 
+def is_input(value: Any) -> bool:
+    """Return whether a value is an input of the trace that it belongs to; False if JAX does not tell."""
+    kind = jax_names.find("traced_value")
+    return (
+        kind is not None
+        and isinstance(value, kind)
+        and jax_names.of(value, "traced_equation", default=value) is None
+    )
+
+
 def elements_of(leaves: Sequence[Any]) -> int:
     """Return the number of elements of arrays."""
     return sum(math.prod(getattr(leaf, "shape", ())) for leaf in leaves)

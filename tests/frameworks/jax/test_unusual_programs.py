@@ -154,9 +154,10 @@ def test_two_models_with_updates_inside_of_scans_have_losses_of_their_own(hook: 
     assert all(min(losses[1]) - 1e-6 <= value <= max(losses[1]) for value in values(run, "loss_2"))
 
 
+@pytest.mark.parametrize("rows", [(3, 4), (3, 3)])
 @pytest.mark.parametrize("is_scan", [False, True])
 def test_updates_of_two_models_in_one_dispatch_belong_to_the_same_steps(
-    is_scan: bool, tmp_path: Path
+    is_scan: bool, rows: tuple[int, int], tmp_path: Path
 ) -> None:
     """On accelerators, updates of compiled steps are in rings, as those of scans are."""
     hook = Hook(tmp_path, run="r", config=CaptureConfig(overhead_budget=None))
@@ -169,7 +170,8 @@ def test_updates_of_two_models_in_one_dispatch_belong_to_the_same_steps(
         return tuple((weight, state) for weight, state, _ in made), jnp.stack([loss for _, _, loss in made])
 
     step = jax.jit(both) if not is_scan else jax.jit(lambda carry, _: jax.lax.scan(both, carry, None, 3))
-    carry = tuple((weight, optimizer.init(weight)) for weight in (jnp.ones(3), jnp.ones(4)))
+    weights = jnp.ones(rows[0]), jnp.full(rows[1], 10.0)
+    carry = tuple((weight, optimizer.init(weight)) for weight in weights)
     losses = []
     for _ in range(6):
         carry, found = step(carry, 0)
@@ -179,6 +181,37 @@ def test_updates_of_two_models_in_one_dispatch_belong_to_the_same_steps(
     assert run.steps() == list(range(len(losses)))
     assert values(run, "loss") == pytest.approx([first for first, _ in losses])
     assert values(run, "loss_2") == pytest.approx([second for _, second in losses])
+
+
+def twins(carry: Any, optimizer: Any, times: int = 1) -> tuple[Any, Any]:
+    """Twin critics of one structure, each updated so often in an iteration. The program passes no weights to the optimizer."""
+    states, losses = [], []
+    for weight, state in carry:
+        for _ in range(times):
+            loss, gradient = jax.value_and_grad(loss_of)(weight, BATCH)
+            update, state = optimizer.update(gradient, state)
+            weight = weight + update
+            losses.append(loss)
+        states.append((weight, state))
+    return tuple(states), jnp.stack(losses)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_models_of_one_structure_in_a_scan_are_told_apart_by_their_states(hook: Hook, times: int) -> None:
+    optimizer = optax.adam(0.01)
+    weights = jnp.ones(3), jnp.full(3, 10.0)
+    carry = tuple((weight, optimizer.init(weight)) for weight in weights)
+    epoch = jax.jit(lambda carry: jax.lax.scan(lambda carry, _: twins(carry, optimizer, times), carry, None, 3))
+    losses = []
+    for _ in range(3):
+        carry, found = epoch(carry)
+        losses += np.asarray(found).reshape(-1, 2, times).tolist()
+    run = closed(hook)
+    assert values(run, "loss") == pytest.approx([loss for first, _ in losses for loss in first])
+    seconds = [loss for _, second in losses for loss in second]
+    assert values(run, "loss_2") == pytest.approx(seconds)
+    gradients = values(run, "model_2.parameter:gradient")
+    assert gradients and all(50 < gradient < 61 for gradient in gradients)
 
 
 def in_parts(name: str) -> tuple[Any, Any]:
