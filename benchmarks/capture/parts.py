@@ -22,7 +22,7 @@ from benchmarks.report import Figure, Report, arguments
 from watchstep import Hook
 from watchstep.capture.schedule import Schedule
 
-_WORKLOADS = ("mlp", "cnn", "gpt", "encoder", "dcgan", "modules")
+_WORKLOADS = ("mlp", "cnn", "gpt", "encoder", "dcgan", "ppo", "bert", "modules")
 _WARM = 130
 _PARTS = {
     "none": {"modules": False, "losses": False, "steps": False},
