@@ -17,7 +17,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Collection as Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -103,6 +102,10 @@ class _Unit:
         self.in_step = 0.0
 
 
+def _last_measured(unit: _Unit) -> int:
+    return unit.last
+
+
 _MARK_SECONDS, _MARKS = 30.0, 10
 """Interval and number of the marks from which the cost of the last minutes follows."""
 
@@ -126,6 +129,9 @@ class Budget:
         self.allowance = allowance
         self._clock = clock
         self._units = {name: _Unit(name) for name in collections}
+        self._waiting = list(self._units.values())  # by their last record
+        self._measured: dict[str, _Unit] = {}  # in this step
+        self._costs = self._highest_cost = 0.0
         self._step = -1
         self._due: frozenset[str] = frozenset()
         self._saved = 0.0
@@ -148,10 +154,14 @@ class Budget:
         self._written = 0.0
 
     def due(self, collection: str, step: int) -> bool:
-        """Whether a collection is measured at a step. The first call for a step decides for all collections."""
+        """Whether a collection is measured at a step."""
+        return collection in self.planned(step) and not self.is_endless(collection)
+
+    def planned(self, step: int) -> frozenset[str]:
+        """Return the collections that are measured at a step, unless that is endless. The first call for a step decides."""
         if step != self._step:
             self._plan(step)
-        return collection in self._due and not self._is_endless(self._units[collection])
+        return self._due
 
     def spent(self, collection: str, seconds: float) -> None:
         """Record the seconds that measuring a collection took."""
@@ -165,6 +175,7 @@ class Budget:
             unit.measured += 1
             unit.last = unit.measured_at = self._step
         unit.in_step += seconds
+        self._measured[collection] = unit
         if unit.is_cold:
             self.report_extra(seconds)
         else:
@@ -266,7 +277,7 @@ class Budget:
     def _cheapest_gap(self) -> float:
         """Return the number of steps between two records of all collections for which measuring takes `FLOOR_FACTOR` times the budget."""
         room = FLOOR_FACTOR * self.share * (self._step_time or 0.0)
-        return sum(unit.cost or 0.0 for unit in self._units.values()) / room if room > 0 else math.inf
+        return self._costs / room if room > 0 else math.inf
 
     @property
     def lacks_data(self) -> bool:
@@ -282,8 +293,9 @@ class Budget:
             return False
         return self._floors > self.share * self._program
 
-    def _is_endless(self, unit: _Unit) -> bool:
-        """Whether measuring within one step takes very long: it has very many passes, or nothing counts steps."""
+    def is_endless(self, collection: str) -> bool:
+        """Whether measuring a collection within one step takes very long: it has very many passes, or nothing counts steps."""
+        unit = self._units[collection]
         return unit.in_step > _LONG and unit.in_step > self.share * (self._clock() - self._began)
 
     def _take(self, seconds: float) -> None:
@@ -293,10 +305,11 @@ class Budget:
 
     def _plan(self, step: int) -> None:
         self._close_step()
-        for unit in self._units.values():
-            unit.settle()
-            if unit.name in self._due:
-                unit.last = self._step  # even if there was nothing to measure
+        units = self._units
+        for name in self._due:
+            units[name].last = self._step  # even if there was nothing to measure
+        if self._measured:
+            self._settle()
         self._step = step
         if self._step_time is not None:
             factor = DENSE_FACTOR if self._steps < DENSE_STEPS else 1.0
@@ -305,24 +318,30 @@ class Budget:
             paid = min(self._owed, _WRITER_SHARE * max(self.allowance, added - self._floor))
             self._owed -= paid
             self._saved += added - paid
-        highest_cost = max((unit.cost or 0.0 for unit in self._units.values()), default=0.0)
         # What the longest gap requires beyond the allowance is not repaid for long.
-        self._saved = max(-_MAX_SAVED * highest_cost, min(self._saved, _MAX_SAVED * highest_cost))
+        most = _MAX_SAVED * self._highest_cost
+        self._saved = max(-most, min(self._saved, most))
+        if self._measured or self._due:
+            self._waiting.sort(key=_last_measured)
+        self._measured.clear()
         gap = self.gap
-        ages = {unit.name: step - unit.last for unit in self._units.values()}
         # Collections that are nearly as old come along, so that the rows of a step belong together.
-        due = (
-            {name for name, age in ages.items() if age >= gap / 2}
-            if max(ages.values(), default=0) >= gap
-            else set()
-        )
+        is_late = bool(self._waiting) and step - self._waiting[0].last >= gap
+        due = {unit.name for unit in self._waiting if step - unit.last >= gap / 2} if is_late else set()
         remaining = self._saved
-        for unit in sorted(self._units.values(), key=lambda unit: unit.last):
+        for unit in self._waiting:
             if unit.cost is not None and unit.cost > remaining:
                 break  # save up for the one that has waited longest
             remaining -= unit.cost or 0.0
             due.add(unit.name)
         self._due = frozenset(due)
+
+    def _settle(self) -> None:
+        """End a step in which collections were measured."""
+        for unit in self._measured.values():
+            unit.settle()
+        costs = [unit.cost or 0.0 for unit in self._units.values()]
+        self._costs, self._highest_cost = sum(costs), max(costs)
 
     def _close_step(self) -> None:
         """Record the duration of the last step, without the recorder's own time."""
@@ -383,7 +402,8 @@ class Schedule:
         self._bad_series = 0
         self._affords_bad_series = True
         self._floor_noted = self._gap_noted = False
-        self._query, self._is_any_due = (-1, 0), False
+        self._nothing = frozenset[str]()
+        self._decided, self._due, self._by_budget = -1, self._nothing, self._nothing
         self.bursts = 0
         self._burst_end = -1
         self._bursts: list[tuple[int, float]] = []
@@ -396,29 +416,42 @@ class Schedule:
         self.budget: Budget | None = None
         if config.overhead_budget is not None:
             self.budget = Budget(adaptive, config.overhead_budget, config.allowance_seconds, config.clock)
+        self._find_cadences()
 
     def due(self, collections: Iterable[str], step: int, mode: Mode = "train") -> str | None:
         """Return which of some collections is due at a step; None if none is."""
-        for name in collections:
-            collection = self._collections.get(name)
-            if collection is not None and self._is_due(name, collection, step, mode):
-                return name
+        if mode != "train":
+            return next((name for name in collections if self._is_due_in_pass(name, mode)), None)
+        if step != self._decided:
+            self._decide(step)
+        if self._due:
+            for name in collections:
+                if name in self._due and not (name in self._by_budget and self._is_endless(name)):
+                    return name
         return None
 
-    def any_due(self, collections: Sized[str], step: int) -> bool:
-        """Return whether any of some collections is due at a step in mode train. At most steps none is, and no other query is needed.
+    def _is_endless(self, name: str) -> bool:
+        return self.budget is not None and self.budget.is_endless(name)
 
-        Args:
-            collections: names of the collections. They are the same at each call, or more.
-            step: the step.
-        """
+    def any_due(self, collections: Iterable[str], step: int) -> bool:
+        """Return whether any of some collections is due at a step in mode train. At most steps none is, and no other query is needed."""
+        if step != self._decided:
+            self._decide(step)
+        return bool(self._due) and not self._due.isdisjoint(collections)
+
+    def _decide(self, step: int) -> None:
+        """Find what is due at a step in mode train."""
+        self._decided = step  # first, because another thread may change cadences meanwhile
+        planned = self._nothing if self.budget is None else self.budget.planned(step)
         if step == self._demanded or step < self._burst_end:
-            return True
-        query = step, len(collections)
-        if query != self._query:
-            self._query = query
-            self._is_any_due = self.due(collections, step) is not None
-        return self._is_any_due
+            self._due, self._by_budget = frozenset((*self._fixed, *self._adaptive)), self._nothing
+            return
+        fixed = {name for name, cadence in self._fixed.items() if cadence.due(step)}
+        fixed.update(name for name, cadence in self._adaptive.items() if step in cadence.steps)
+        by_budget = {
+            name for name in planned if name in self._adaptive and self._adaptive[name].is_within(step)
+        }
+        self._due, self._by_budget = frozenset(fixed | by_budget), frozenset(by_budget - fixed)
 
     def is_sampled(self, collection: str, step: int) -> bool:
         """Whether a collection that is due at a step in mode train is due by the budget alone, so that one forward pass of several is enough."""
@@ -432,19 +465,11 @@ class Schedule:
         chosen = self._collections.get(collection)
         return chosen is not None and chosen.in_mode(mode) is not None
 
-    def _is_due(self, name: str, collection: Collection, step: int, mode: Mode) -> bool:
-        cadence = collection.in_mode(mode)
+    def _is_due_in_pass(self, name: str, mode: Mode) -> bool:
+        collection = self._collections.get(name)
+        cadence = None if collection is None else collection.in_mode(mode)
         if cadence is None:
             return False
-        if mode != "train":
-            return self._is_due_in_pass(cadence, mode)
-        if step == self._demanded or step < self._burst_end or step in cadence.steps:
-            return True
-        if self.budget is None or cadence.every is not None:
-            return cadence.due(step)
-        return cadence.is_within(step) and self.budget.due(name, step)
-
-    def _is_due_in_pass(self, cadence: Cadence, mode: Mode) -> bool:
         passes = self._passes.get(mode) or _Passes()
         if cadence.every is not None or self.budget is None:
             return cadence.due(max(0, passes.number))
@@ -475,7 +500,19 @@ class Schedule:
             name: replace(chosen, cadence=Cadence(every=every[name])) if name in every else chosen
             for name, chosen in self._collections.items()
         }
-        self._query = (-1, 0)
+        self._find_cadences()
+
+    def _find_cadences(self) -> None:
+        """Find the cadences in mode train: those that the budget decides, and the others."""
+        modes = {name: chosen.in_mode("train") for name, chosen in self._collections.items()}
+        cadences = {name: cadence for name, cadence in modes.items() if cadence is not None}
+        self._adaptive = {
+            name: cadence
+            for name, cadence in cadences.items()
+            if self.budget is not None and cadence.every is None
+        }
+        self._fixed = {name: cadence for name, cadence in cadences.items() if name not in self._adaptive}
+        self._decided = -1
 
     def demand(self, step: int) -> bool:
         """Measure everything at a bad step, if limits permit.
@@ -499,7 +536,7 @@ class Schedule:
                 self._health.count("unmeasured_bad_steps")
         is_demanded = self._bad_steps <= _MAX_BAD_STEPS and self._affords_bad_series
         if is_demanded:
-            self._demanded = step
+            self._demanded, self._decided = step, -1
         return is_demanded
 
     def onset(self, step: int, excess: float) -> bool:
@@ -527,7 +564,7 @@ class Schedule:
             return False
         self._bursts.append((step, excess))
         self.bursts += 1
-        self._burst_end = step + _BURST_STEPS
+        self._burst_end, self._decided = step + _BURST_STEPS, -1
         self._health.count("measured_onsets")
         return True
 
