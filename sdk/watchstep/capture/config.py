@@ -445,7 +445,8 @@ _SEGMENT_FACTOR = 4.25 * 0.5
 def _default_collections() -> dict[str, Cadence | Collection]:
     every_step = (tensors.LOSSES, tensors.METRICS)
     fixed = {
-        tensors.CHECKSUMS: Cadence(every=100),  # replicas compare the same steps
+        # Replicas compare the same steps. Those that never agree differ after the first update.
+        tensors.CHECKSUMS: Cadence(every=100, steps=(1, 2, 4, 8, 16, 32, 64)),
         tensors.BUFFERS: Cadence(every=25),  # small, and they change slowly
         tensors.NOT_IN_OPTIMIZER: Cadence(every=25),
     }

@@ -201,7 +201,9 @@ def test_models_of_one_structure_in_a_scan_are_told_apart_by_their_states(hook: 
     optimizer = optax.adam(0.01)
     weights = jnp.ones(3), jnp.full(3, 10.0)
     carry = tuple((weight, optimizer.init(weight)) for weight in weights)
-    epoch = jax.jit(lambda carry: jax.lax.scan(lambda carry, _: twins(carry, optimizer, times), carry, None, 3))
+    epoch = jax.jit(
+        lambda carry: jax.lax.scan(lambda carry, _: twins(carry, optimizer, times), carry, None, 3)
+    )
     losses = []
     for _ in range(3):
         carry, found = epoch(carry)

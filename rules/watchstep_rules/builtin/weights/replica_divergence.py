@@ -24,7 +24,7 @@ class ReplicaDivergence(Rule[ReplicaDivergenceParams, State]):
 
     The reported workers are those that differ from the majority or, in a tie, from the lowest rank. Disable this rule for trainings that
     let replicas diverge on purpose and average them periodically (local SGD). Replicas are compared if the collection ``checksums`` is
-    recorded, at every hundredth step by default.
+    recorded, by default at steps 0, 1, 2, 4, …, 64 and at every hundredth.
     """
 
     name = "replica_divergence"
