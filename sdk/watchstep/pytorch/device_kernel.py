@@ -31,6 +31,7 @@ _LOWEST_EXPONENT = -1074
 _COUNTS, _VALUES = len(COUNT_COLUMNS), len(VALUE_COLUMNS)
 _ROW = _COUNTS + _VALUES + _BINS
 _landings = Landings()
+_HAS_CUDA = torch.backends.cuda.is_built()
 
 
 def measure_by_operations(tensors: Sequence[Tensor]) -> Measurement:
@@ -169,7 +170,7 @@ def reason() -> str:
 
 def capturing() -> bool:
     """Return whether the current stream captures a CUDA graph. Then no measurements or CUDA queries are allowed."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def measure(tensors: Sequence[Tensor]) -> Measurement:

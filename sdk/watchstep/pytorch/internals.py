@@ -185,16 +185,16 @@ def sees_passes() -> bool:
     return not (graph_task_id.is_missing or functorch_level.is_missing)
 
 
-def is_tracing() -> bool:
-    """Return whether `torch.jit.trace` runs."""
-    return _tracing_state.value() is not None
+def computes_numbers() -> bool:
+    """Return False while code is traced, transformed by `torch.func`, or run on fake tensors, by which programs estimate memory.
 
-
-def is_fake() -> bool:
-    """Return whether operations run on fake tensors, by which programs estimate memory."""
+    Called for each pass and each step.
+    """
+    if _tracing_state.value() is not None or functorch_level.value() is not None:
+        return False
     if _dispatch_mode.is_missing or _fake.is_missing:
-        return type(torch.empty(0, device="cpu")) is not Tensor
-    return _dispatch_mode.value(_fake.value) is not None
+        return type(torch.empty(0, device="cpu")) is Tensor
+    return _dispatch_mode.value(_fake.value) is None
 
 
 def runs_compiled(frame: FrameType | None) -> bool:
@@ -241,6 +241,13 @@ _SHARD_MODULES = ("torch.distributed.tensor._utils", "torch.distributed._tensor.
 def counts_changes() -> bool:
     """Return whether PyTorch counts the changes of a tensor in place."""
     return not _version.is_missing
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the number of changes in place of each tensor, as `version`."""
+    if _version.is_missing:
+        return [next(_numbers) for _ in tensors]
+    return [tensor._version for tensor in tensors]  # noqa: SLF001 - as below
 
 
 def version(tensor: Tensor) -> int:

@@ -359,9 +359,11 @@ def _notify(loss: Tensor, frame: FrameType) -> None:
 
 def _place_of(frame: FrameType | None) -> Place:
     """Return the place outside PyTorch and Accelerate from which ``backward()`` is called."""
-    while frame is not None and _package_of(frame) in _WRAPPERS:
+    package = ""
+    while frame is not None and (package := _package_of(frame)) in _WRAPPERS:
         frame = frame.f_back
-    frame = _outside_lightning(frame)
+    if package in _LIGHTNING:
+        frame = _outside_lightning(frame)
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
 
 

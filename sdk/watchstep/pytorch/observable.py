@@ -22,11 +22,7 @@ from watchstep.pytorch import internals
 
 def observable() -> bool:
     """Return False while code is compiled, traced, exported, transformed by `torch.func`, or run on fake tensors."""
-    if torch.compiler.is_compiling():
-        return False
-    return (
-        not internals.is_tracing() and internals.functorch_level.value() is None and not internals.is_fake()
-    )
+    return not torch.compiler.is_compiling() and internals.computes_numbers()
 
 
 def dense_values(tensor: Tensor) -> Tensor | None:

@@ -394,7 +394,7 @@ class StepInputs:
             self.step = step
             self.micro_batches = []
             self._bytes = 0
-            self._parameter_versions = [internals.version(parameter) for parameter in self._parameters]
+            self._parameter_versions = internals.versions(self._parameters)
             self.buffers.update()
         elif len(self.micro_batches) >= _MAX_MICRO_BATCHES:
             return

@@ -134,8 +134,9 @@ def forget(listener: StepListener) -> None:
 
 def pass_begins() -> None:
     """Note that a forward or backward pass of training begins: a later step is not a retry of one that raised before."""
-    for step in _steps_in_progress.values():
-        step.pass_since = True
+    if _steps_in_progress:
+        for step in _steps_in_progress.values():
+            step.pass_since = True
 
 
 def _living() -> list[StepListener]:
