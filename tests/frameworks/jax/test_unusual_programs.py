@@ -185,15 +185,16 @@ def test_updates_of_two_models_in_one_dispatch_belong_to_the_same_steps(
 
 def twins(carry: Any, optimizer: Any, times: int = 1) -> tuple[Any, Any]:
     """Twin critics of one structure, each updated so often in an iteration. The program passes no weights to the optimizer."""
-    states, losses = [], []
-    for weight, state in carry:
+    after, losses = [], []
+    for each in carry:
+        weight, state = each
         for _ in range(times):
             loss, gradient = jax.value_and_grad(loss_of)(weight, BATCH)
             update, state = optimizer.update(gradient, state)
-            weight = weight + update
+            weight += update
             losses.append(loss)
-        states.append((weight, state))
-    return tuple(states), jnp.stack(losses)
+        after.append((weight, state))
+    return tuple(after), jnp.stack(losses)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -213,7 +214,8 @@ def test_models_of_one_structure_in_a_scan_are_told_apart_by_their_states(hook: 
     seconds = [loss for _, second in losses for loss in second]
     assert values(run, "loss_2") == pytest.approx(seconds)
     gradients = values(run, "model_2.parameter:gradient")
-    assert gradients and all(50 < gradient < 61 for gradient in gradients)
+    assert gradients
+    assert all(50 < gradient < 61 for gradient in gradients)
 
 
 def in_parts(name: str) -> tuple[Any, Any]:
