@@ -60,8 +60,13 @@ def measured(workload: str, report: Report, *, rounds: int, steps: int) -> None:
         watch_all(hook, training)
         listening = Listening(hook)
         _seconds(training, _WARM)
-        is_due = Schedule._is_due  # noqa: SLF001 - a program cannot turn off its measurements and keep the rest
-        Schedule._is_due = lambda *_: False  # type: ignore[method-assign] # noqa: SLF001
+        decide = Schedule._decide  # noqa: SLF001 - a program cannot turn off its measurements and keep the rest
+
+        def decide_nothing(schedule: Schedule, step: int) -> None:
+            decide(schedule, step)
+            schedule._due = frozenset()  # noqa: SLF001 - as above
+
+        Schedule._decide = decide_nothing  # type: ignore[method-assign] # noqa: SLF001
         try:
             _seconds(training, 10)  # until nothing of the last measurements is left to do
             before, began = _threads(), time.perf_counter()
@@ -73,7 +78,7 @@ def measured(workload: str, report: Report, *, rounds: int, steps: int) -> None:
                     taken[name].append(_seconds(training, steps))
             passed, after = time.perf_counter() - began, _threads()
         finally:
-            Schedule._is_due = is_due  # type: ignore[method-assign] # noqa: SLF001
+            Schedule._decide = decide  # type: ignore[method-assign] # noqa: SLF001
             listening.set(modules=True)
     for name, seconds in taken.items():
         ratios = [each / bare for each, bare in zip(seconds, taken["none"], strict=True)]
