@@ -66,7 +66,7 @@ def measured(workload: str, report: Report, *, rounds: int, steps: int) -> None:
             decide(schedule, step)
             schedule._due = frozenset()  # noqa: SLF001 - as above
 
-        Schedule._decide = decide_nothing  # type: ignore[method-assign] # noqa: SLF001
+        Schedule._decide = decide_nothing  # type: ignore[method-assign,assignment] # noqa: SLF001
         try:
             _seconds(training, 10)  # until nothing of the last measurements is left to do
             before, began = _threads(), time.perf_counter()
