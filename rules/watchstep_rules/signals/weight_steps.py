@@ -19,6 +19,7 @@ from watchstep_rules.signals.series import step_numbers
 from watchstep_rules.signals.tensor_selection import (
     CatalogueCache,
     has_role,
+    is_normalization,
     is_weighted,
     rows_where,
     tensors_where,
@@ -82,6 +83,7 @@ class WeightPace(NamedTuple):
         early: largest ratio in the first ten records.
         begun: step of the first record.
         records: number of records, up to ten.
+        peaked: step of the largest ratio so far.
     """
 
     fastest: float = 0.0
@@ -90,22 +92,30 @@ class WeightPace(NamedTuple):
     early: float = 0.0
     begun: int = 0
     records: int = 0
+    peaked: int = 0
 
     def after(self, ran_down: float, step: int, ratio: float) -> WeightPace:
         """Add a step, given the ratio of its fastest weight."""
         value = round_value(ratio)
         fastest = max(self.fastest, value)
+        peaked = step if value > self.fastest else self.peaked
         is_early = self.records < _LEAST_RECORDS
         early = max(self.early, value) if is_early else self.early
         begun = self.begun if self.records else step
         records = self.records + is_early
         if not ratio <= ran_down <= fastest / _RAN_DOWN:
-            return WeightPace(fastest, early=early, begun=begun, records=records)
-        return WeightPace(fastest, self.down + 1, self.since if self.down else step, early, begun, records)
+            return WeightPace(fastest, early=early, begun=begun, records=records, peaked=peaked)
+        since = self.since if self.down else step
+        return WeightPace(fastest, self.down + 1, since, early, begun, records, peaked)
 
     def has_run_down(self, step: int) -> bool:
         """Whether updates ran down long before this step. The last steps of a schedule are few compared with the earlier ones."""
         return self.down >= _LEAST_RECORDS and 4 * (step - self.since) >= step
+
+    def is_past_warm_up(self, step: int) -> bool:
+        """Whether there are enough records, and updates have not become larger for long, so that weights which have not moved yet will not."""
+        is_long = self.records >= _LEAST_RECORDS and step - self.begun >= _LEAST_STEPS
+        return is_long and 2 * (step - self.peaked) >= step - self.begun
 
     def never_began(self, ran_down: float, step: int) -> bool:
         """Whether weights always moved, but never by a significant amount. The ratio of a warm-up grows."""
@@ -344,12 +354,14 @@ class StepsOfWeights:
         half = tensors_where(infos, _is_half)[tensor[updates]]
         lost = half & (self.figures.zero[updates] >= self.limits.rounded)
         vector = ~tensors_where(infos, _is_wide)[tensor[updates]]
+        gain = tensors_where(infos, is_half_gain)[tensor[self.updates]]
+        unmoved = self.updates[gain & (self.figures.zero[self.updates] >= self.limits.rounded)]
         first = np.full(len(self.names), len(self.block), np.int64)
         np.minimum.at(first, self.parameter[self.gradients], self.numbers[self.gradients])
         has_gradient = [past.parameters.get(name, _NEW).last >= 0 for name in self.names]
         first[np.array(has_gradient, np.bool_)] = -1
         starved = first[self.parameter[updates]] > self.numbers[updates]
-        suspicious = self._by_step(updates[missing | lost | vector | starved])
+        suspicious = self._by_step(updates[missing | lost | vector | starved]) | self._by_step(unmoved)
         if "changed" in self.block.probes:
             not_in_optimizer = rows_where(self.block, has_role, "not_in_optimizer")
             suspicious |= self._by_step(np.flatnonzero(not_in_optimizer))
@@ -433,6 +445,11 @@ def _is_wide(info: TensorInfo) -> bool:
 
 def _is_half(info: TensorInfo) -> bool:
     return info.dtype in HALF
+
+
+def is_half_gain(info: TensorInfo) -> bool:
+    """Whether a tensor is of a vector of a normalization layer, in half precision: its gain, or its bias."""
+    return _is_half(info) and len(info.shape) == 1 and is_normalization(info)
 
 
 def _is_computed(info: TensorInfo) -> bool:

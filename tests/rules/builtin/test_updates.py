@@ -171,6 +171,36 @@ def test_what_half_precision_rounds_away_is_found() -> None:
         )
 
 
+def gains(dtype: str, values: Sequence[Sequence[float]]) -> list[Row]:
+    """Updates of the gains of a normalization layer."""
+    info = tensor("norm.weight:update", "updates", shape=(4,))
+    info = replace(info, module="norm", module_type="LayerNorm", dtype=dtype)
+    return [
+        Row(step, info, list(value), probes={"update_ratio": float(np.sqrt(np.mean(np.square(value))))})
+        for step, value in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moves_at", "warms_up", "found"),
+    [
+        ("bfloat16", (), False, True),
+        ("float32", (), False, False),
+        ("bfloat16", (3,), False, False),  # stochastic rounding moves some
+        ("bfloat16", (), True, False),
+    ],
+)
+def test_gains_that_never_move_are_found(
+    dtype: str, moves_at: Sequence[int], warms_up: bool, found: bool
+) -> None:
+    still = gains(dtype, [[0.0078 * (step in moves_at), 0, 0, 0] for step in range(60)])
+    moving = updates("b", [1e-3 * (1 + step if warms_up else 1) for step in range(60)], order=1)
+    config = RuleConfig.model_validate({"rule": "weight_not_updating"})
+    learning = gradients("norm", [0.1] * 60) + gradients("b", [0.1] * 60, order=1)
+    outcome = all_at_once(config, in_steps(still, moving, learning))
+    assert bool(steps_of(outcome, "norm.weight:update")) == found
+
+
 def test_layers_that_are_cut_off_from_the_loss_are_found() -> None:
     still, moves = updates("a", [0.0] * 3, order=1), updates("b", [1e-3] * 3, order=2)
     learns = gradients("b", [0.1] * 3, order=2)

@@ -19,6 +19,7 @@ from watchstep_rules.signals.weight_steps import (
     WeightHistory,
     WeightPace,
     Weights,
+    is_half_gain,
 )
 
 
@@ -75,7 +76,7 @@ class WeightNotUpdatingState(State):
 
 
 class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
-    """Fires when updates are missing in one of eight ways. There is *no update* if ``rms(update) <= threshold * rms(weight)``.
+    """Fires when updates are missing in one of nine ways. There is *no update* if ``rms(update) <= threshold * rms(weight)``.
 
     - **No update at all**: no weight of a step has an update while some gradient is alive: the optimizer is skipped, or its learning rate
       is zero. Also if no weight has ever been updated, whatever the gradients, and some loss is not zero. A gradient is alive from ``alive``
@@ -92,6 +93,9 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
       `watchstep_rules.signals.update_evidence.forgotten` distinguishes it from weights that are excluded on purpose.
     - **Lost to rounding**: ``rounded`` of an update's elements are zero, although half of the gradient's are not. This happens with
       half-precision weights and a small learning rate; in other formats a gradient this small has vanished.
+    - **Gains that never move**: the vectors of normalization layers in half precision get gradients, and ``rounded`` of each of their updates'
+      elements have been zero since the start, while a matrix learns. Gains start at one, where the next number of bfloat16 is 0.0078 away.
+      Reported after ten records and fifty steps, and not while a warm-up may still reach them: updates must not have grown in the second half of the run so far.
     - **Disconnected**: layers that require a gradient and were computed have never had one, while all later layers learn: their output is
       detached from the loss.
     - **Masked**: the gradient of a layer's weight has always been zero, although its bias and earlier layers have gradients. Zero inputs
@@ -113,7 +117,7 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
         probes=("update_ratio",),
         about=("update", "not_in_optimizer"),
     )
-    version = 3
+    version = 4
     merge = "watermark"
     usual_causes = (
         "The optimizer does not step: it is skipped, its learning rate is zero, or it has the parameters of another model.",
@@ -226,7 +230,30 @@ def _missing(
         )
         if alive and figures.zero[row] >= params.rounded:
             missing.append((row, f"rounding loses {figures.zero[row]:.0%} of its elements"))
-    return missing or _masked(block, relevant, no_update, past) or _only_vectors(block, updates, past)
+    return (
+        missing
+        or _unmoved_gains(params, block, figures, updates, past)
+        or _masked(block, relevant, no_update, past)
+        or _only_vectors(block, updates, past)
+    )
+
+
+def _unmoved_gains(
+    params: WeightNotUpdatingParams, block: Block, figures: Figures, updates: list[int], past: Weights
+) -> list[tuple[int, str]]:
+    step = int(block.step[updates[0]])
+    if not past.pace.is_past_warm_up(step):
+        return []
+    reason = "rounding has lost all of its updates since the start: its gain keeps its first values"
+    return [
+        (row, reason)
+        for row in updates
+        if is_half_gain(block.info(row))
+        and figures.zero[row] >= params.rounded
+        and (parameter := past.of(block, row)).is_alive(params.alive)
+        and parameter.dense
+        and not parameter.moved
+    ]
 
 
 def _disconnected(
