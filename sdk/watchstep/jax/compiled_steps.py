@@ -40,6 +40,7 @@ from watchstep.jax.traced_updates import (
     probing,
     recording_form,
     report,
+    unrecorded_form,
 )
 from watchstep.jax.update_parts import is_top_level
 from watchstep.platform.program_errors import is_of_program
@@ -230,19 +231,23 @@ class CompiledStep:
         if is_probing():
             if self._updates_inside(arguments, keywords):
                 note_update_of_inner()
-            return self._inner(*arguments, **keywords)
+            return self._called_as_inner(arguments, keywords)
         if not is_collecting():
             return self._plain(*arguments, **keywords)
         if self._updates_inside(arguments, keywords):
             return call_inline(self.__wrapped__, self._static, arguments, keywords)
-        return self._inner(*arguments, **keywords)
+        return self._called_as_inner(arguments, keywords)
+
+    def _called_as_inner(self, arguments: Any, keywords: Any) -> Any:
+        with unrecorded_form():
+            return self._inner(*arguments, **keywords)
 
     def _updates_inside(self, arguments: Any, keywords: Any) -> bool:
         """Return whether the function contains an update. Found at the first call with its constants; the trace is that of the call."""
         try:
             constants = self._static.values(arguments, keywords)
             if constants not in self._contains_update:
-                with probing() as probe:
+                with probing() as probe, unrecorded_form():
                     self._inner.trace(*arguments, **keywords)
                 self._contains_update[constants] = probe.found_update
         except Exception as error:

@@ -18,6 +18,7 @@ from watchstep.jax.internals import jax_names
 from watchstep.jax.traced_updates import (
     TracedUpdate,
     is_observed,
+    is_read,
     note_loss,
     note_not_observed,
     note_update,
@@ -115,7 +116,7 @@ def _observed_call(
         result = update(*arguments, **keywords)
     if not is_outermost:
         return result
-    if not (is_observed() or withholds_nonfinite()):
+    if not is_observed():
         note_not_observed()
         return result
     try:
@@ -130,7 +131,7 @@ def _observed_call(
             return result
         if earlier is not None:
             traced = replace(traced, withheld=earlier.withheld)
-        if withholds_nonfinite() and (traced.skipped is None or traced.withheld is not None):
+        if withholds_nonfinite() and is_read() and (traced.skipped is None or traced.withheld is not None):
             from watchstep.jax.update_guard import withheld_if_nonfinite
 
             traced, result = withheld_if_nonfinite(traced, given["state"], result)

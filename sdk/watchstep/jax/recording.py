@@ -51,7 +51,10 @@ from watchstep.updates.program_updates import scaler_metrics
 from watchstep.updates.tensor_values import TensorValues
 from watchstep.updates.update_recorder import Update, UpdateRecorder
 
-_MAX_RECORDERS = 8
+_MAX_RECORDERS = 32
+_CALLS_UNTIL_OVER = 200
+"""Number of calls without an update of a model, after which its training is over if another one needs its place."""
+
 _CALLS_UNTIL_OTHER = 20
 """Number of calls without an update of the model that counts steps, after which another one does: the program trains another model now. A
 critic is updated a few times for each update of its generator."""
@@ -97,12 +100,16 @@ class _Model:
         layout: sizes and kinds of the gradients.
         layers: number of layers of each parameter; 1 for one that is not a stack.
         ring: reads its updates inside of scans; None if there are none.
+        held: updates that were taken from the ring, and wait for those of other models.
+        called: number of the last call with its updates.
     """
 
     recorder: UpdateRecorder
     layout: HostLayout | None
     layers: tuple[int, ...]
     ring: RingReader | None = None
+    held: list[RingStep] = field(default_factory=list)
+    called: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,7 @@ class UpdateReader:
         self._reading = threading.RLock()  # a signal's handler may close the hook
         self._counting: _Model | None = None
         self._others = 0
+        self._calls = 0
         self._by_hand = False
         self._activations: ActivationReader | None = None
         self._closed = False
@@ -165,6 +173,7 @@ class UpdateReader:
         """Record the updates of the last call, and measure weights that are due before they are donated."""
         if self._closed:
             return
+        self._calls += 1
         self._wait(self._rings())
         own_work.enter()
         try:
@@ -200,16 +209,34 @@ class UpdateReader:
     def _read_dispatches(self, *, at_end: bool) -> None:
         while self._dispatches and (at_end or all(ring.is_due for _, ring in self._dispatches[0])):
             with dispatching:
-                self._record_rings([(model, ring.take()) for model, ring in self._dispatches.popleft()])
+                dispatch = self._dispatches.popleft()
+                for model, ring in dispatch:
+                    model.held += ring.take()
+                # Large rows arrive a dispatch later. The updates of other models are of the same steps, and wait for them.
+                if len(dispatch) == 1 or all(ring.is_complete for _, ring in dispatch):
+                    self._record_held()
         if not at_end:
             return
         rings = [(model, model.ring) for model in self._models.values() if model.ring is not None]
         try:
             with dispatching:
-                self._record_rings([(model, ring.take_rest()) for model, ring in rings])
+                for model, ring in rings:
+                    model.held += ring.take_rest()
+                self._record_held()
         finally:
             for _, ring in rings:
                 ring.release()
+
+    def _record_held(self) -> None:
+        """Record the updates that were taken from rings.
+
+        Raises:
+            StopTraining: a stop is due and the program opted in.
+        """
+        updates = [(model, model.held) for model in self._models.values()]
+        for model, _ in updates:
+            model.held = []
+        self._record_rings(updates)
 
     def _record_rings(self, updates: Sequence[tuple[_Model, Sequence[RingStep]]]) -> None:
         """Record the updates of a dispatch. Those of several models alternate, as they do in the body of a scan.
@@ -410,12 +437,13 @@ class UpdateReader:
         model = self._models.get(key)
         self._earlier.discard(key)
         if model is None:
-            if self._earlier and len(self._models) >= _MAX_RECORDERS:
-                first = next(other for other in self._models if other in self._earlier)
-                self._earlier.remove(first)
-                del self._models[first]
+            if len(self._models) >= _MAX_RECORDERS:
+                self._make_room()
             if len(self._models) >= _MAX_RECORDERS:
                 self._session.health.count("unobserved_optimizers")
+                self._session.health.note(
+                    "jax", f"updates of more than {_MAX_RECORDERS} models side by side are not observed"
+                )
                 return None
             infos = describe(layout.paths, layout.shapes, layout.dtypes)
             infos, layers = layer_descriptions(infos, stacked or (False,) * len(infos))
@@ -434,7 +462,22 @@ class UpdateReader:
             model = self._models[key] = _Model(
                 recorder, HostLayout.of(layout.shapes, layout.dtypes, layers), layers
             )
+        model.called = self._calls
         return model
+
+    def _make_room(self) -> None:
+        """Forget a model of an earlier training, or the one without a ring whose updates ended longest ago."""
+        if self._earlier:
+            first = next(other for other in self._models if other in self._earlier)
+            self._earlier.remove(first)
+        else:
+            without_ring = [key for key, model in self._models.items() if model.ring is None]
+            if not without_ring:
+                return
+            first = min(without_ring, key=lambda key: self._models[key].called)
+            if self._calls - self._models[first].called < _CALLS_UNTIL_OVER:
+                return
+        del self._models[first]
 
     def _count_steps(self, models: Sequence[_Model]) -> None:
         """Choose the model whose updates are steps: the first one, until it makes none in many calls."""

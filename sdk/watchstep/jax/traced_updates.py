@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from watchstep.jax.internals import jax_names
+from watchstep.jax.internals import jax_names, surroundings
 from watchstep.jax.names import Path
 from watchstep.jax.sharding.argument_shardings import ArgumentShardings
 from watchstep.jax.step_settings import StepSettings, effective_settings
@@ -402,11 +402,13 @@ class RecordingForm:
         number: number of the function: what one traces, such as the body of a scan, has Refs that another's transformations may not admit.
         settings: what steps do themselves.
         shardings: how the arguments of the call are distributed; None if the trace does not depend on it.
+        is_probe: whether the trace records nothing (`probing`), so that no other may use what JAX caches of it.
     """
 
     number: int = 0
     settings: StepSettings = field(default_factory=StepSettings)
     shardings: ArgumentShardings | None = None
+    is_probe: bool = False
 
 
 _make_context = jax_names.find("user_context")
@@ -425,6 +427,11 @@ def _form_in_progress() -> RecordingForm | None:
         None if _recording_form is None else jax_names.of(_recording_form, "user_context_value")
     )
     return form
+
+
+def unrecorded_form() -> AbstractContextManager[Any]:
+    """Enclose traces that record nothing: those of `probing`, and of functions in which it has found no update."""
+    return recording_form(replace(_form_in_progress() or RecordingForm(), is_probe=True))
 
 
 def shardings_of(layout: UpdateLayout) -> tuple[NamedSharding, ...] | None:
@@ -496,12 +503,23 @@ def is_observed() -> bool:
     return bool(observers_of_inner) and (bool(_stack.collectors) or is_top_level())
 
 
+def is_read() -> bool:
+    """Return whether the host learns what becomes of an update here: it may leave out only those."""
+    if not is_observed():
+        return False
+    if not _stack.collectors or (_stack.collectors[-1].is_current and not _measures_on_device()):
+        return True
+    return surroundings()[0] is None
+
+
 def note_not_observed() -> None:
     """Report an update in a trace of the program's own, which has no extra outputs."""
     if not jax_names.has("trace_state"):
         return  # health has it
     for listener in tuple(not_observed):
-        listener("an update under pmap, in an export or in a step compiled ahead of time is not observed")
+        listener(
+            "an update under pmap, in an export, in a step compiled ahead of time, or in a scan or loop outside of jax.jit is not observed"
+        )
 
 
 def note_loss(loss: Any, gradients: Any) -> None:

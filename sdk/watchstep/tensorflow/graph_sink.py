@@ -328,11 +328,13 @@ def _sum_is_finite(values: Sequence[Any], turn: Any) -> Any:
     """
     sums = []
     for value in values:
-        if not value.dtype.is_floating:
+        if not (value.dtype.is_floating or value.dtype.is_complex):
             continue
         part = value if turn is None else _part(value, turn)
         part = tf.cast(part, tf.float32) if value.dtype.size < _FLOAT32_BYTES else part
-        sums.append(tf.cast(tf.reduce_sum(part), tf.float32))
+        total = tf.reduce_sum(part)
+        parts = (tf.math.real(total), tf.math.imag(total)) if value.dtype.is_complex else (total,)
+        sums += [tf.cast(number, tf.float64) for number in parts]  # float32 would overflow by finite float64
     return tf.math.is_finite(tf.add_n(sums)) if sums else tf.constant(True)
 
 

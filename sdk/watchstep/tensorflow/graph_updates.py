@@ -52,7 +52,7 @@ class ObservedUpdate:
     learning_rate: Any = None
 
 
-_MAX_GRAPHS = 16
+_MAX_GRAPHS = 64
 """Maximum number of sinks, of one optimizer each."""
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
@@ -216,6 +216,107 @@ def test_models_of_one_structure_in_a_scan_are_told_apart_by_their_states(hook: 
     gradients = values(run, "model_2.parameter:gradient")
     assert gradients
     assert all(50 < gradient < 61 for gradient in gradients)
+
+
+def test_a_compiled_epoch_that_another_function_calls_is_recorded(hook: Hook) -> None:
+    """Its body persists, so that JAX uses the trace by which updates were looked for."""
+    optimizer = optax.sgd(0.01)
+    one = stepping(optimizer)
+
+    def body(carry: Any, batch: Any) -> Any:
+        after, state, loss = one(*carry, batch)
+        return (after, state), loss
+
+    epoch = jax.jit(lambda carry, batches: jax.lax.scan(body, carry, batches))
+    whole = jax.jit(lambda carry, batches: epoch(carry, batches))
+    carry, losses = (jnp.ones(3), optimizer.init(jnp.ones(3))), []
+    for _ in range(2):
+        carry, found = whole(carry, jnp.ones((3, 2, 3)))
+        losses += found.tolist()
+    assert values(closed(hook), "loss") == pytest.approx(losses)
+
+
+@pytest.mark.parametrize("figures", ["host", "device"])
+def test_a_loss_that_overflows_stops_nothing_if_its_gradients_are_finite(
+    figures: Literal["host", "device"], tmp_path: Path
+) -> None:
+    hook = Hook(tmp_path, run="r", on_nonfinite="stop")
+    Recording(hook, figures=figures)
+    optimizer = optax.sgd(0.01)
+
+    @jax.jit
+    def step(weight: Any, state: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda weight: jnp.sum(weight) + jnp.inf)(weight)
+        updates, state = optimizer.update(gradient, state, weight)
+        return optax.apply_updates(weight, updates), state, loss
+
+    weight, state = jnp.ones(3), optimizer.init(jnp.ones(3))
+    for _ in range(4):
+        weight, state, _ = step(weight, state)
+    run = closed(hook)
+    assert run.steps() == [0, 1, 2, 3]
+    assert hook.stopped is None
+
+
+def test_nan_in_the_last_of_many_models_stops(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, run="r", on_nonfinite="stop")
+    Recording(hook)
+    optimizer = optax.sgd(0.01)
+    step = jax.jit(stepping(optimizer))
+    carries = [(jnp.ones(width), optimizer.init(jnp.ones(width))) for width in range(1, 12)]
+    with pytest.raises(StopTraining):
+        for turn in range(4):
+            for number, (weight, state) in enumerate(carries):
+                is_bad = turn == 2 and number == len(carries) - 1
+                batch = jnp.full((2, weight.size), jnp.nan if is_bad else 1.0)
+                carries[number] = step(weight, state, batch)[:2]
+        hook.close()
+
+
+def test_updates_of_several_models_of_which_one_is_large_are_of_the_same_steps(tmp_path: Path) -> None:
+    """Rows of many tensors arrive a dispatch later than those of one."""
+    hook = Hook(tmp_path, run="r")
+    Recording(hook)
+    optimizer = optax.sgd(0.01)
+
+    def loss_of_many(weights: Any) -> Any:
+        return sum(jnp.sum(weight**2) for weight in weights)
+
+    def body(carry: Any, _: Any) -> Any:
+        after, losses = [], []
+        for weights, state in carry:
+            loss, gradient = jax.value_and_grad(loss_of_many)(weights)
+            updates, state_after = optimizer.update(gradient, state, weights)
+            after.append((optax.apply_updates(weights, updates), state_after))
+            losses.append(loss)
+        return tuple(after), jnp.stack(losses)
+
+    epoch = jax.jit(lambda carry: jax.lax.scan(body, carry, None, 5))
+    models = [jnp.ones(2)] * 80, [jnp.full(3, 7.0)]
+    carry, losses = tuple((weights, optimizer.init(weights)) for weights in models), []
+    for _ in range(6):
+        carry, found = epoch(carry)
+        losses += found.tolist()
+    run = closed(hook)
+    assert run.steps() == list(range(30))
+    assert values(run, "loss") == pytest.approx([first for first, _ in losses])
+    assert values(run, "loss_2") == pytest.approx([second for _, second in losses])
+
+
+def test_a_policy_changes_nothing_where_updates_are_not_observed(tmp_path: Path) -> None:
+    optimizer = optax.sgd(0.01)
+    weights, batches = jnp.ones((2, 3)), jnp.ones((2, 2, 3)).at[1].set(jnp.nan)
+
+    def trained() -> Any:
+        step = jax.jit(jax.vmap(stepping(optimizer)))
+        return np.asarray(step(weights, jax.vmap(optimizer.init)(weights), batches)[0])
+
+    plain = trained()
+    with Hook(tmp_path, run="r", on_nonfinite="stop") as hook:
+        Recording(hook)
+        optimizer = optax.sgd(0.01)
+        np.testing.assert_array_equal(trained(), plain)
+    assert "vmap" in hook.health["notes"]["jax"]
 
 
 def in_parts(name: str) -> tuple[Any, Any]:

@@ -188,3 +188,27 @@ def test_each_of_many_trainings_counts_steps_and_none_keeps_its_variables(
     assert run.steps("train") == list(range(2 * trainings))
     assert set(run.tensors()) >= {"kernel:gradient", "loss"}
     assert hook.health["faults"] == {}
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float64"])
+def test_only_nan_and_infinity_stop_a_graph_of_other_numbers(tmp_path: Path, dtype: str) -> None:
+    """The sum of large float64 numbers is more than float32 represents; complex numbers have two parts."""
+    hook = watchstep.Hook(tmp_path, run="r", config=EVERY_STEP, on_nonfinite="stop")
+    record(hook)
+    kernel = tf.Variable(tf.ones((4,), dtype), name="kernel")
+
+    @tf.function
+    def update_twice(scale: Any) -> None:
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.math.real(tf.reduce_sum(kernel * scale))
+            kernel.assign(kernel - tf.cast(1e-42, dtype) * tape.gradient(loss, kernel))
+
+    large = 1e40 if dtype == "float64" else 1.0
+    for _ in range(3):
+        update_twice(tf.cast(tf.constant(large, tf.float64), dtype))
+    with pytest.raises(watchstep.StopTraining):
+        for _ in range(2):
+            update_twice(tf.cast(tf.constant(np.nan, tf.float64), dtype))
+    hook.close()
+    assert hook.health["faults"] == {}

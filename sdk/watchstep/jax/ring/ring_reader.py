@@ -97,6 +97,11 @@ class RingReader:
         """Return the updates of the oldest dispatch that was not read, in order, and forget it. Waits for it."""
         return self._read(self._pending.popleft())
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last `take` has returned all updates of its dispatch. Others arrive with the next one."""
+        return self._ring.is_complete
+
     def take_rest(self) -> list[RingStep]:
         """Return the updates that no dispatch had copied, in order."""
         snapshot = self._ring.snapshot(with_rows=True)
@@ -133,7 +138,7 @@ class RingReader:
                 losses={} if step.loss is None else {loss_name: step.loss},
                 is_skipped=step.is_skipped and not self._withholds,
                 is_withheld=step.is_skipped and self._withholds,
-                is_bad=step.is_bad,
+                is_bad=step.has_bad_gradients,
                 places=step.places,
             )
         )

@@ -30,6 +30,7 @@ class RingStep:
         gradients: Statistics of the gradients; None if the update has no rows, or they were overwritten.
         weights: Statistics of the weights before the update; None likewise.
         loss: The loss; None if the program gives none.
+        has_bad_gradients: Whether a gradient is NaN or infinite.
         places: Which part of each gradient and weight was measured, if other processes measure parts of them.
     """
 
@@ -39,6 +40,7 @@ class RingStep:
     gradients: MeasuredRows | None
     weights: MeasuredRows | None
     loss: float | None
+    has_bad_gradients: bool
     places: Mapping[Role, Sequence[Placement]] = field(default_factory=dict)
 
 
@@ -100,6 +102,7 @@ class SnapshotReader:
 
     Attributes:
         has_pending_bad: Whether a bad update is among those whose rows are not part of the last snapshot.
+        is_complete: Whether the last read has returned all updates of its snapshot.
         missed_steps: Number of updates that were overwritten before they were read.
         missed_rows: Number of updates whose rows were.
     """
@@ -108,6 +111,7 @@ class SnapshotReader:
         """Start without updates."""
         self._number = 0
         self.has_pending_bad = False
+        self.is_complete = True
         self.missed_steps = 0
         self.missed_rows = 0
 
@@ -119,7 +123,7 @@ class SnapshotReader:
         the first is returned, without a loss. What a failed dispatch has recorded is left out.
         """
         steps: list[RingStep] = []
-        self.has_pending_bad = False
+        self.has_pending_bad, self.is_complete = False, True
         for copy in snapshot.copies if snapshot is not None else ():
             try:
                 with jax.transfer_guard("allow"):
@@ -159,7 +163,7 @@ class SnapshotReader:
             row_set = int(entry[EntryColumn.ROW_SET])
             has_rows = row_set >= max(0, row_sets - storage.row_slots)
             if has_rows and rows is None and cursor is storage.cursor:
-                storage.wants_rows = True
+                storage.wants_rows, self.is_complete = True, False
                 self.has_pending_bad |= any(bool(later[EntryColumn.BAD]) for later in entries[place:])
                 break
             yield RingStep(
@@ -168,6 +172,7 @@ class SnapshotReader:
                 bool(entry[EntryColumn.SKIPPED]),
                 *self._measured(storage, row_set, row_sets, rows),
                 _loss(entry, storage.loss_dtype),
+                bool(entry[EntryColumn.BAD_GRADIENTS]),
                 _places(storage),
             )
             cursor.updates += 1
@@ -190,9 +195,8 @@ class SnapshotReader:
             number, row_set = first - 1, -1
         measured = self._measured(storage, row_set, int(control[LedgerColumn.ROW_SETS]), rows)
         rank = self._number + number - cursor.updates
-        return RingStep(
-            rank, True, bool(control[LedgerColumn.FIRST_SKIPPED]), *measured, None, _places(storage)
-        )
+        flags = int(control[LedgerColumn.FIRST_FLAGS])
+        return RingStep(rank, True, bool(flags & 1), *measured, None, bool(flags & 2), _places(storage))
 
     def _measured(
         self, storage: RingStorage, row_set: int, row_sets: int, rows: list[NDArray[Any]] | None

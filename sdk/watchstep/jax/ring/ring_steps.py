@@ -132,14 +132,14 @@ class TracedStep:
         return words
 
     @property
-    def is_finite(self) -> Any:
-        """Whether the gradients and the loss are finite, bool of shape (). Devices with shards of their own exchange one number."""
+    def gradients_are_finite(self) -> Any:
+        """Whether the gradients are finite, bool of shape (). Devices with shards of their own exchange one number."""
         if not self.shardings:
-            return finite((*self.gradients, *self.losses))
+            return finite(self.gradients)
         placed = list(zip(self.gradients, self.shardings, strict=False))  # those of weights follow
         sharded = [(array, sharding) for array, sharding in placed if not sharding.is_fully_replicated]
         on_each = [array for array, sharding in placed if sharding.is_fully_replicated]
-        is_finite = finite((*on_each, *self.losses))
+        is_finite = finite(on_each)
         if not sharded:
             return is_finite
         arrays, shardings = zip(*sharded, strict=True)
@@ -151,7 +151,8 @@ def write(storage: RingStorage, update: TracedStep, emitted: Any, skipped: Any) 
     control = storage.ledger[0]
     number, every = control[LedgerColumn.UPDATES], control[LedgerColumn.EVERY]
     counts = jnp.asarray(True if emitted is None else emitted).reshape(())
-    is_bad = jnp.logical_not(update.is_finite)
+    has_bad_gradients = jnp.logical_not(update.gradients_are_finite)
+    is_bad = has_bad_gradients | jnp.logical_not(finite(update.losses))
     is_first_bad = is_bad & (control[LedgerColumn.WAS_BAD] == 0)
     is_due = (every > 0) & (number % jnp.maximum(every, 1) == 0)
     has_rows = counts & (is_due | is_first_bad) & bool(storage.rows)
@@ -177,7 +178,7 @@ def write(storage: RingStorage, update: TracedStep, emitted: Any, skipped: Any) 
                 is_skipped,
                 row_set,
                 *update.loss_words,
-                jnp.zeros_like(number),
+                has_bad_gradients.astype(np.int32),
                 jnp.zeros_like(number),
             ]
         )
@@ -190,7 +191,7 @@ def write(storage: RingStorage, update: TracedStep, emitted: Any, skipped: Any) 
                 is_bad.astype(np.int32),
                 control[LedgerColumn.BAD_UPDATES] + is_bad,
                 jnp.where(is_noted, number, control[LedgerColumn.FIRST_BAD]),
-                jnp.where(is_noted, is_skipped, control[LedgerColumn.FIRST_SKIPPED]),
+                jnp.where(is_noted, is_skipped + 2 * has_bad_gradients, control[LedgerColumn.FIRST_FLAGS]),
                 jnp.where(is_noted, row_set, control[LedgerColumn.FIRST_ROW_SET]),
             ]
         )

@@ -1,8 +1,8 @@
 """The Refs of a ring of steps, and the layout of its ledger.
 
 The *ledger* is int32 of shape (slots + 1, 8). Its first row is (number of updates, number of row sets, cadence, whether the last update was bad, number of
-bad updates, then of the first bad one: number, skipped, row set; the number is -1 without one). The others are a ring of updates: (number, bad, skipped,
-row set or -1, two words of the loss, 0, 0). The first row is not overwritten: a bad update is found even if its own row is.
+bad updates, then of the first bad one: number, 1 if skipped plus 2 if its gradients are bad, row set; the number is -1 without one). The others are a ring of updates:
+(number, bad, skipped, row set or -1, two words of the loss, whether its gradients are bad, 0). The first row is not overwritten: a bad update is found even if its own row is.
 
 Rows of statistics (`watchstep.jax.device_rows`) are a ring of row sets of shape (row slots, rows, words).
 """
@@ -30,7 +30,7 @@ class LedgerColumn(enum.IntEnum):
     WAS_BAD = 3
     BAD_UPDATES = 4
     FIRST_BAD = 5
-    FIRST_SKIPPED = 6
+    FIRST_FLAGS = 6
     FIRST_ROW_SET = 7
 
 
@@ -42,6 +42,7 @@ class EntryColumn(enum.IntEnum):
     SKIPPED = 2
     ROW_SET = 3
     LOSS = 4
+    BAD_GRADIENTS = 6
 
 
 _COLUMNS = 8

@@ -362,6 +362,11 @@ class StepRing:
         return self._reader.has_pending_bad
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the last read has returned all updates of its snapshot."""
+        return self._reader.is_complete
+
+    @property
     def missed_steps(self) -> int:
         """Number of updates that were overwritten before they were read."""
         return self._reader.missed_steps
