@@ -251,7 +251,7 @@ class GraphUpdates:
         traced = function_calls.traced_function()
         if traced is not None:
             self.note(
-                "a function that is traced without a call, as by get_concrete_function or in a data set, is observed where the program calls it"
+                "a function that is traced without a call, as by get_concrete_function or in a data set, is observed where the program calls the function itself, and not where it calls the trace"
             )
         functions = function_calls.current_functions()
         if not functions:

@@ -228,7 +228,11 @@ def test_a_compiled_epoch_that_another_function_calls_is_recorded(hook: Hook) ->
         return (after, state), loss
 
     epoch = jax.jit(lambda carry, batches: jax.lax.scan(body, carry, batches))
-    whole = jax.jit(lambda carry, batches: epoch(carry, batches))
+
+    @jax.jit
+    def whole(carry: Any, batches: Any) -> Any:
+        return epoch(carry, batches)
+
     carry, losses = (jnp.ones(3), optimizer.init(jnp.ones(3))), []
     for _ in range(2):
         carry, found = whole(carry, jnp.ones((3, 2, 3)))
@@ -264,13 +268,17 @@ def test_nan_in_the_last_of_many_models_stops(tmp_path: Path) -> None:
     optimizer = optax.sgd(0.01)
     step = jax.jit(stepping(optimizer))
     carries = [(jnp.ones(width), optimizer.init(jnp.ones(width))) for width in range(1, 12)]
-    with pytest.raises(StopTraining):
+
+    def train() -> None:
         for turn in range(4):
             for number, (weight, state) in enumerate(carries):
                 is_bad = turn == 2 and number == len(carries) - 1
                 batch = jnp.full((2, weight.size), jnp.nan if is_bad else 1.0)
                 carries[number] = step(weight, state, batch)[:2]
-        hook.close()
+
+    with pytest.raises(StopTraining):
+        train()
+    hook.close()
 
 
 def test_updates_of_several_models_of_which_one_is_large_are_of_the_same_steps(tmp_path: Path) -> None:

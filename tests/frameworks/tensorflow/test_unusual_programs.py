@@ -205,10 +205,10 @@ def test_only_nan_and_infinity_stop_a_graph_of_other_numbers(tmp_path: Path, dty
             kernel.assign(kernel - tf.cast(1e-42, dtype) * tape.gradient(loss, kernel))
 
     large = 1e40 if dtype == "float64" else 1.0
-    for _ in range(3):
-        update_twice(tf.cast(tf.constant(large, tf.float64), dtype))
+    scales = [tf.cast(tf.constant(scale, tf.float64), dtype) for scale in (large, large, np.nan)]
+    for scale in scales:
+        update_twice(scale)
     with pytest.raises(watchstep.StopTraining):
-        for _ in range(2):
-            update_twice(tf.cast(tf.constant(np.nan, tf.float64), dtype))
+        update_twice(scales[2])
     hook.close()
     assert hook.health["faults"] == {}
