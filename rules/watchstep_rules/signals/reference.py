@@ -240,6 +240,8 @@ class ComparedRows:
         """
         values = values[self._rows]
         finite = np.flatnonzero(np.isfinite(values))
+        if not len(finite):
+            return {}
         tensor, step = self._tensor[finite], self._step[finite]
         is_first = np.ones(len(finite), np.bool_)
         is_first[1:] = (tensor[1:] != tensor[:-1]) | (step[1:] != step[:-1])

@@ -25,6 +25,9 @@ MAX_EVALUATIONS = 1000
 MAX_SEGMENTS = 20_000
 """Maximum number of segments in a part, unless a single evaluation has more."""
 
+MAX_RANKS = 50_000
+"""Maximum number of ranks of all segments of a part, with the same exception. Each takes some 20 microseconds to write."""
+
 _INT64 = 2**63
 
 
@@ -91,10 +94,12 @@ class JournalPart:
 def first_part(evaluations: Iterable[JournalEvaluation]) -> tuple[JournalEvaluation, ...]:
     """Return the first evaluations, as many as fit into one part."""
     taken: list[JournalEvaluation] = []
-    segments = 0
+    segments = ranks = 0
     for evaluation in evaluations:
         segments += len(evaluation.segments)
-        if taken and (len(taken) >= MAX_EVALUATIONS or segments > MAX_SEGMENTS):
+        ranks += sum(len(entry.ranks or ()) for entry in evaluation.segments)
+        is_full = len(taken) >= MAX_EVALUATIONS or segments > MAX_SEGMENTS or ranks > MAX_RANKS
+        if taken and is_full:
             break
         taken.append(evaluation)
     return tuple(taken)

@@ -122,7 +122,7 @@ class IndexedTrace:
         self.mode = str(head["mode"])
         self.program = str(head["program"])
         self.left_out = int(head["left_out"])
-        self.notes = tuple(map(str, head["notes"]))
+        self.notes = tuple(str(note)[:_MAX_TEXT_CHARACTERS] for note in head["notes"][:MAX_TEXTS])
         self.raised = tuple(map(int, head["raised"]))
         self._losses = tuple((int(tensor), int(index)) for tensor, index in head["losses"])
         self._stacks: list[Any] = head["stacks"]
@@ -485,8 +485,9 @@ def index_trace(name: str, head: bytes, operations: bytes, check: Callable[[], N
         sources = data["sources"]
         if not isinstance(sources, dict) or not all(isinstance(text, str) for text in sources.values()):
             raise TypeError("sources")
-        if not isinstance(data["stacks"], list):
-            raise TypeError("stacks")
+        for key in ("stacks", "notes", "raised", "losses"):  # of a text, each character would be an object
+            if not isinstance(data[key], list):
+                raise TypeError(key)
         return IndexedTrace(data, memory_needed(head), operations, _Rows(operations, check))
     except (*_DAMAGED, IndexError) as error:
         raise FormatError(f"trace {name}: {type(error).__name__}: {str(error)[:200]}", _HINT) from error

@@ -7,6 +7,8 @@ are deleted from the database once the journal has them; a run of weeks would ot
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -77,8 +79,12 @@ class Unwritten:
 
 
 def unwritten(service: Service) -> list[Unwritten]:
-    """Attempts that have ended, or have enough evaluations for a part of the journal."""
-    rows = select(Attempt, RunRow).join(RunRow, RunRow.id == Attempt.run_id)
+    """Attempts that have ended, or have enough evaluations for a part of the journal; those with the fewest parts first."""
+    rows = (
+        select(Attempt, RunRow)
+        .join(RunRow, RunRow.id == Attempt.run_id)
+        .order_by(Attempt.journal_parts, Attempt.id)
+    )
     with service.database.read() as session:
         due_rows = session.execute(rows.where(_is_due())).all()
         return [
@@ -96,8 +102,13 @@ def _is_due() -> ColumnElement[bool]:
     )
 
 
-def write_journal(service: Service, due: Unwritten) -> int:
+def write_journal(service: Service, due: Unwritten, until: float = math.inf) -> int:
     """Write the due parts of an attempt's journal; return their number.
+
+    Args:
+        service: the service.
+        due: the attempt.
+        until: time of the monotonic clock after which no further part is begun.
 
     Raises:
         StoreError: the store cannot be written; it is tried again after some time.
@@ -106,6 +117,8 @@ def write_journal(service: Service, due: Unwritten) -> int:
     written = 0
     while _write_part(service, due):
         written += 1
+        if time.monotonic() >= until:
+            break
     return written
 
 

@@ -26,6 +26,7 @@ from watchstep_rules.references import (
     readable_references,
     with_references,
 )
+from watchstep_services.db.engine import is_of_all
 from watchstep_services.db.models import RunRow
 from watchstep_services.service.caches import RuleStateCache
 from watchstep_services.service.context import Service
@@ -174,6 +175,11 @@ class AttemptReferences:
             )
         except StoreError as error:
             self._log(error.what)
+        except Exception as error:
+            if is_of_all(error):
+                raise
+            # An internal error with a reference run; the rules without one are evaluated.
+            _log.exception("project %s: the reference runs of an attempt cannot be read", self._project)
 
     def store_of(self, run: str) -> Store:
         """The store of a run of the project, which may be another one than that of the judged run.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -98,15 +99,22 @@ class _SweepSteps:
             raise self._failed
 
 
+_JOURNAL_SECONDS = 2.0
+"""Time after which a sweep begins no further part of a journal: due runs wait for it, and the next sweep goes on."""
+
+
 def _write_journals(service: Service) -> None:
+    until = time.monotonic() + _JOURNAL_SECONDS
     for due in unwritten(service):
-        write = functools.partial(_write_journal, service, due)
+        write = functools.partial(_write_journal, service, due, until)
         service.bulkhead.call(due.place.registration, write, service.settings.store_wait_seconds, None)
+        if time.monotonic() >= until:
+            return
 
 
-def _write_journal(service: Service, due: Unwritten) -> None:
+def _write_journal(service: Service, due: Unwritten, until: float) -> None:
     try:
-        write_journal(service, due)
+        write_journal(service, due, until)
     except WatchstepError as error:
         _log.warning("journal of %s/%s: %s", due.project, due.run, error.what)
         record_store_health(service, due.run_id, error)

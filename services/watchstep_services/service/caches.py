@@ -7,6 +7,7 @@ has claimed the run since, and no rule config has changed. Anything else is a mi
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -67,19 +68,24 @@ def _size(history: History) -> int:
     return max(1, len(history.block) + bins // _BINS_OF_ROW + 2 * len(history.block.catalogue))
 
 
-_RUNS = 4096
+_STATE_BYTES = 256 * 1024 * 1024
+_PARSED = 4
+"""Approximate size of a parsed state, as a multiple of its text."""
+
+_ENTRY_BYTES = 4096
 
 
 class RuleStateCache:
     """Rule configs and their states of the runs that this process evaluated last. Thread-safe.
 
     Args:
-        runs: limit of attempts, about 20 KB each; beyond it the least recently used are dropped.
+        most_bytes: limit of the approximate memory, some 20 KB for an ordinary attempt; beyond it the least recently used are dropped.
     """
 
-    def __init__(self, runs: int = _RUNS) -> None:
-        self._most = runs
-        self._entries: OrderedDict[tuple[int, str], tuple[int, Sequence[Loaded]]] = OrderedDict()
+    def __init__(self, most_bytes: int = _STATE_BYTES) -> None:
+        self._most = most_bytes
+        self._bytes = 0
+        self._entries: OrderedDict[tuple[int, str], tuple[int, Sequence[Loaded], int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, run: tuple[int, str], epoch: int) -> Sequence[Loaded] | None:
@@ -93,16 +99,20 @@ class RuleStateCache:
 
     def put(self, run: tuple[int, str], epoch: int, committed: Sequence[Loaded]) -> None:
         """Cache the configs and states committed under an epoch."""
+        size = _ENTRY_BYTES + sum((1 + _PARSED) * sys.getsizeof(loaded.state) for loaded in committed)
         with self._lock:
-            self._entries[run] = (epoch, committed)
-            self._entries.move_to_end(run)
-            while len(self._entries) > self._most:
-                self._entries.popitem(last=False)
+            before = self._entries.pop(run, None)
+            self._bytes += size - (before[2] if before else 0)
+            self._entries[run] = (epoch, committed, size)
+            while self._bytes > self._most and self._entries:
+                _, (_, _, dropped) = self._entries.popitem(last=False)
+                self._bytes -= dropped
 
     def clear(self) -> None:
         """Drop all entries."""
         with self._lock:
             self._entries.clear()
+            self._bytes = 0
 
 
 _PICTURES = 64

@@ -128,6 +128,9 @@ def test_a_part_is_bounded_but_takes_a_whole_evaluation() -> None:
     assert journal.first_part([full, full, full]) == (full,)
     half = replace(EVALUATION, segments=EVALUATION.segments * (journal.MAX_SEGMENTS // 2))
     assert journal.first_part([half, half, half]) == (half, half)
+    ranks = replace(EVALUATION.segments[0], ranks=(RankRows(0, 0, 1, 1),) * journal.MAX_RANKS)
+    wide = replace(EVALUATION, segments=(ranks,))
+    assert journal.first_part([wide, wide]) == (wide,)
     assert journal.first_part([]) == ()
 
 

@@ -347,6 +347,14 @@ def test_the_memory_of_an_index_is_reserved(tensors: int) -> None:
     assert len(lines) + memory.peak < memory_to_index(lines, lambda: None) + 2**20
 
 
+@pytest.mark.parametrize("key", ["losses", "notes", "raised", "stacks"])
+def test_a_text_in_the_place_of_a_list_is_refused(key: str) -> None:
+    """Each of its characters would be an object."""
+    head = json.dumps({**json.loads(HEAD), key: "99"}).encode()
+    with pytest.raises(FormatError, match=key):
+        index_trace("t", head, LINE, lambda: None)
+
+
 def test_names_of_files_that_cannot_be_encoded(traced: Api) -> None:
     head = HEAD.replace(b'"sources": {}', b'"sources": {"a\\ud800": "text"}')
     content = archive(trace_json=head, operations_jsonl=LINE)

@@ -169,6 +169,15 @@ def test_an_equal_run_fires_nothing(driven: Driven, folder_store: Store) -> None
     assert (found(driven, equal_id), health_of(driven, equal_id)) == ([], {})
 
 
+def test_a_run_without_a_finite_value_keeps_no_other_rule_from_evaluation(
+    sqlite: Database, folder_store: Store
+) -> None:
+    driven = Driven(make_service(sqlite, folder_store, (*RULES, RuleConfig(rule="non_finite_values"))))
+    recorded(driven, folder_store, "good", float("nan"))
+    _, other_id = recorded(driven, folder_store, "other", float("nan"))
+    assert "non_finite_values" in driven.alerts(other_id)
+
+
 def test_a_missing_run_is_reported_and_stays_missing(sqlite: Database, folder_store: Store) -> None:
     driven = Driven(make_service(sqlite, folder_store, (*RULES, RuleConfig(rule="non_finite_values"))))
     other, other_id = recorded(driven, folder_store, "other", float("nan"))

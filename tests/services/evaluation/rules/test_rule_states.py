@@ -170,7 +170,7 @@ def test_registering_again_without_a_change_disturbs_nobody(driven: Driven) -> N
 
 
 def test_the_cache_holds_for_the_next_epoch_and_forgets_the_oldest() -> None:
-    cache = RuleStateCache(runs=2)
+    cache = RuleStateCache(most_bytes=10_000)  # two attempts without configs
     for run in (1, 2, 3):
         cache.put((run, "a1"), 7, [])
     assert cache.get((1, "a1"), 8) is None
