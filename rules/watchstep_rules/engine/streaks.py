@@ -22,6 +22,8 @@ comparison of neighbours. Python objects exist only for the rows at which a stre
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -267,8 +269,22 @@ class _SortedRows:
 
 
 def series_of(tensor: str, worker: int, mode: str) -> str:
-    """The name of a series: ``tensor@worker/mode``, or `RUN`."""
-    return f"{tensor}@{worker}/{mode}" if tensor else RUN
+    """The name of a series: ``tensor@worker/mode``, with a checksum in the place of the end of a long name; or `RUN`."""
+    return f"{_short(tensor)}@{worker}/{mode}" if tensor else RUN
+
+
+_NAME_CHARACTERS = 200
+"""Names of tensors may have 4 KiB, and an alert keeps one for each of thousands of series."""
+
+
+def _short(tensor: str) -> str:
+    return tensor if len(tensor) <= _NAME_CHARACTERS else _shortened(tensor)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shortened(tensor: str) -> str:
+    checksum = hashlib.sha256(tensor.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{tensor[: _NAME_CHARACTERS - len(checksum)]}~{checksum}"
 
 
 def follow(
@@ -392,7 +408,7 @@ def _rows(block: JudgedRows, names: list[str], tick: ClockTick | None) -> _Serie
 
 def _rows_of_series(block: JudgedRows, names: list[str]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
     """Rows of the block that belong to a named series, and the index of the name."""
-    place = {info.name: index for index, info in enumerate(block.catalogue)}
+    place = {_short(info.name): index for index, info in enumerate(block.catalogue)}
     keys, chosen = {}, np.zeros(len(block.catalogue), np.bool_)
     for index, name in enumerate(names):
         tensor, _, rest = name.rpartition("@")

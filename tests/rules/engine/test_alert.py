@@ -124,6 +124,19 @@ def test_the_finding_is_that_of_the_likeliest_cause() -> None:
     assert memory.finding == transitions[0].finding
 
 
+def test_layers_with_long_names_are_told_apart_in_little_memory() -> None:
+    beginning = "layer" * 100
+    infos = [gradient(f"{beginning}{order}", order=order) for order in range(2)]
+    block = block_of([Row(0, info, [1.0]) for info in infos])
+    findings = [finding_at("test", block, row, value=1.0, threshold=0.0, message="bad") for row in range(2)]
+    memory, _ = advance(AlertMemory(), of_duration(1), JudgedRows.of(block), findings)
+    assert len(memory.finding_streaks) == 2
+    assert max(map(len, memory.finding_streaks)) < len(beginning)
+    later = block_of([Row(1, infos[0], [1.0]), Row(1, infos[1], [1.0])])
+    memory, _ = advance(memory, of_duration(1), JudgedRows.of(later), [])
+    assert len(memory.finding_streaks) == 0
+
+
 def test_the_same_layer_on_two_workers_is_two_series() -> None:
     rows = [Row(step, INFOS[0], [1.0], worker=step % 2) for step in range(2)]
     block = block_of(rows)
