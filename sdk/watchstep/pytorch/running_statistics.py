@@ -20,6 +20,7 @@ from watchstep.pytorch import internals
 from watchstep.pytorch.gate import any_is_nonfinite
 from watchstep.pytorch.names import bases_of
 from watchstep.pytorch.observable import own_tensor
+from watchstep.pytorch.probes.staging import has_all_memory
 
 _OWN_CLASSES = re.compile("norm|whiten|running|moving|standardi[sz]", re.IGNORECASE)
 _OWN_BUFFERS = re.compile("(^|_)(running|moving|ema)(_|$)", re.IGNORECASE)
@@ -194,6 +195,7 @@ def _is_plain(values: Tensor) -> bool:
         values.is_floating_point()
         and values.layout is torch.strided
         and not (values.is_meta or values.is_nested or values.is_quantized)
+        and has_all_memory(values)
     )
 
 

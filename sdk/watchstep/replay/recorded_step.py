@@ -284,7 +284,7 @@ class RecordedStep:
         for number, recorded in enumerate(self.bundle.document.optimizers):
             if isinstance(recorded, dict) and recorded.get("class") == type(optimizer).__name__:
                 try:
-                    optimizer.load_state_dict(self._value(recorded.get("state"), f"optimizer {number}"))
+                    _load(optimizer, self._value(recorded.get("state"), f"optimizer {number}"))
                 except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
                     self.problems[f"the state of the optimizer could not be loaded: {error}"] = None
                     return False
@@ -314,3 +314,26 @@ class RecordedStep:
         if not isinstance(data, list):
             raise FormatError(f"bundle {self.bundle.name}: its model is not described", _HINT)
         return data
+
+
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")
+"""Settings of a group by which PyTorch chooses its kernel."""
+
+
+def _load(optimizer: Optimizer, state: Any) -> None:
+    """Load a recorded state. The program's own optimizer decides by which kernel it is used.
+
+    Raises:
+        ValueError: a tensor of the state has another shape than its parameter. Fused kernels do not check it, and would write beyond the tensor.
+    """
+    own = [{key: group[key] for key in _KERNELS if key in group} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
+        for parameter in group["params"] if settings.get("fused") else ():
+            for name, value in optimizer.state[parameter].items():
+                if name != "step" and isinstance(value, Tensor) and value.shape != parameter.shape:
+                    optimizer.state.clear()
+                    raise ValueError(
+                        f"{name} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}"
+                    )

@@ -206,7 +206,7 @@ def test_only_nan_and_infinity_stop_a_graph_of_other_numbers(tmp_path: Path, dty
 
     large = 1e40 if dtype == "float64" else 1.0
     scales = [tf.cast(tf.constant(scale, tf.float64), dtype) for scale in (large, large, np.nan)]
-    for scale in scales:
+    for scale in scales[:2]:
         update_twice(scale)
     with pytest.raises(watchstep.StopTraining):
         update_twice(scales[2])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -49,6 +50,7 @@ from watchstep.pytorch.bundles.program import device_data, precision_data
 from watchstep.pytorch.bundles.step_inputs import MicroBatch, StepInputs, TensorVersions
 from watchstep.pytorch.bundles.values import ValueEncoder
 from watchstep.pytorch.parameters import amp
+from watchstep.pytorch.probes.staging import has_all_memory
 from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES, swap_bytes
 
 _log = logging.getLogger("watchstep")
@@ -77,6 +79,7 @@ class Bundler:
         assert session.config.bundles is not None
         self.inputs = inputs
         self._config = session.config.bundles
+        self._process = os.getpid()
         self._session = session
         self._identity = identity
         self._run_url = run_url
@@ -104,16 +107,15 @@ class Bundler:
             is_complete: Whether all passes of the step were observed; None to find out. False: only a failing step is bundled.
         """
         plan, health = self._session.bundles, self._session.health
-        if not plan.is_pending:
-            return
+        if not plan.is_pending or os.getpid() != self._process:
+            return  # a forked child, such as a worker of a data loader, has no step of its own
         complete = self.inputs.step == step if is_complete is None else is_complete
         occasion = plan.due(step, is_complete=complete)
         if occasion is None:
             return
         since = self._session.schedule.now()
         try:
-            with random_states.unchanged():
-                self._write(step, occasion, list(optimizers))
+            self._write(step, occasion, list(optimizers))
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             health.fault("bundle", error)
             health.count("dropped_bundles")
@@ -152,6 +154,19 @@ class Bundler:
         }
 
 
+class _NotedVersions:
+    """The versions that were noted of the values that are encoded.
+
+    An object of its own: if the content of a bundle and its encoder referred to each other, gradients would stay in memory until a garbage collection.
+    """
+
+    versions: TensorVersions | None = None
+
+    def is_changed(self, tensor: Tensor) -> bool:
+        """Return whether a tensor was changed in place since it was referenced."""
+        return self.versions is not None and self.versions.is_changed(tensor)
+
+
 class _BundleContent:
     """Collects the values of one bundle, and writes them."""
 
@@ -161,8 +176,8 @@ class _BundleContent:
         self._model = model
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._left_out: dict[str, Tensor | NDArray[Any]] = {}
-        self._encoder = ValueEncoder(config.redact, self._is_changed)
-        self._versions: TensorVersions | None = None
+        self._noted = _NotedVersions()
+        self._encoder = ValueEncoder(config.redact, self._noted.is_changed)
         self._stored: list[_Stored] = []
         self._gradients: list[str] = []
         self._values_before = 0
@@ -287,13 +302,16 @@ class _BundleContent:
         if batch.is_dropped:
             self._lose(path, "the micro-batches of the step exceed Bundles.reference_bytes")
         elif batch.has_batch:
-            self._versions = batch.batch_versions
+            self._noted.versions = batch.batch_versions
             data["batch"] = encoder.encode(batch.batch, f"{path}/batch")
-        if batch.arguments is not None:
-            self._versions = batch.argument_versions
+        # The arguments of the model are the batch, or computed from it.
+        if encoder.is_redacted(f"{path}/batch"):
+            data |= {"arguments": {"redacted": "with the batch"}, "keywords": {"redacted": "with the batch"}}
+        elif batch.arguments is not None:
+            self._noted.versions = batch.argument_versions
             data["arguments"] = encoder.encode(batch.arguments, f"{path}/arguments")
             data["keywords"] = encoder.encode(dict(batch.keywords or {}), f"{path}/keywords")
-        self._versions = None
+        self._noted.versions = None
         return data
 
     def _loader(self) -> dict[str, Any] | None:
@@ -348,6 +366,9 @@ class _BundleContent:
             self._lose(name, "it is a shard of a larger tensor")
             return False
         dtype = FORMAT_NAMES.get(tensor.dtype)
+        if not has_all_memory(tensor):
+            self._lose(name, "the program has freed its memory")
+            return False
         if dtype is None or tensor.layout is not torch.strided or tensor.is_meta:
             self._lose(name, f"tensors with layout {tensor.layout} and {tensor.dtype} are not stored")
             return False
@@ -386,20 +407,28 @@ class _BundleContent:
             return None
         return _state_of(owner)
 
-    def _is_changed(self, tensor: Tensor) -> bool:
-        return self._versions is not None and self._versions.is_changed(tensor)
-
     def _lose(self, path: str, reason: str) -> None:
         self._encoder.lost.append(LostValue(path, reason))
+
+
+class _Memory:
+    """The memory of a tensor for NumPy. After `Tensor.numpy` the program could no longer resize the tensor, or free its storage."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor  # NumPy keeps this object
+        place = tensor.data_ptr(), True
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (tensor.numel(),), "data": place}
 
 
 def _bytes_of(values: Tensor | NDArray[Any]) -> memoryview:
     """Return the bytes of a tensor in order, little-endian; of a device after a copy to the host."""
     if isinstance(values, Tensor):
+        if not values.numel():
+            return memoryview(b"")
         flat = values.detach().cpu().contiguous().reshape(-1)
         if flat.is_conj() or flat.is_neg():
             flat = flat.resolve_conj().resolve_neg()
-        data: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+        data: NDArray[np.uint8] = np.asarray(_Memory(flat.view(torch.uint8)))
         if sys.byteorder == "little":
             return data.data
         data = data.copy()
@@ -421,7 +450,9 @@ def _digest(data: memoryview) -> NDArray[np.uint8]:
 def _state_of(owner: Any) -> Any:
     """Return the state dictionary of an object, or the exception as text, which is stored as such."""
     try:
-        return owner.state_dict()
+        # Not around the whole bundle: another thread of the program may draw random numbers meanwhile.
+        with random_states.unchanged():
+            return owner.state_dict()
     except Exception as error:  # the state of a program's object may not be available
         if is_of_program(error):
             raise

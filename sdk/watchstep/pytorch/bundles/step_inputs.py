@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from watchstep.capture.config import Bundles
 from watchstep.pytorch import internals
 from watchstep.pytorch.bundles.random_states import RandomStateCopies, RandomStates, TorchStates
+from watchstep.pytorch.probes.staging import has_all_memory
 
 try:
     import resource
@@ -280,7 +281,7 @@ class _RepeatedCopy:
     def make(self) -> bool:
         """Copy. Returns False, and copies nothing, if the program has replaced a buffer or changed its shape."""
         for (owner, leaf), buffer, shape in zip(self.owners, self.buffers, self._shapes, strict=True):
-            if owner.get(leaf) is not buffer or buffer.shape != shape:
+            if owner.get(leaf) is not buffer or buffer.shape != shape or not has_all_memory(buffer):
                 return False
         internals.copy_each(self.targets, self.buffers)
         return True
@@ -321,8 +322,10 @@ class BufferCopies:
             if buffer is None or buffer.is_meta:
                 self._copies.pop(name, None)
                 continue
-            if buffer.layout is not torch.strided or buffer.is_nested or type(buffer) is not Tensor:
+            is_ordinary = buffer.layout is torch.strided and not buffer.is_nested and type(buffer) is Tensor
+            if not (is_ordinary and has_all_memory(buffer)):
                 self.left_out.add(name)
+                self._copies.pop(name, None)
                 continue
             length = buffer.numel() * buffer.element_size()
             if size + length > self._limit:

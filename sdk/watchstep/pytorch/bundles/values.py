@@ -36,6 +36,7 @@ from torch import Tensor
 from watchstep.format.bundle import VALUES, LostValue
 from watchstep.format.snapshot import DTYPES
 from watchstep.platform.program_errors import is_of_program
+from watchstep.pytorch.probes.staging import has_all_memory
 from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES, shard_of
 
 MAX_DEPTH = 32
@@ -218,6 +219,8 @@ class ValueEncoder:
         local, part = shard_of(tensor)
         if local is None or part is not None:
             return self._lose(tensor, path, "it is a shard of a larger tensor, or has no values")
+        if not has_all_memory(local):
+            return self._lose(tensor, path, "the program has freed its memory")
         dtype = FORMAT_NAMES.get(local.dtype)
         if local.layout is not torch.strided or dtype is None or local.is_quantized:
             return self._lose(

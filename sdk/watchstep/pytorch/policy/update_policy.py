@@ -33,6 +33,9 @@ _CLOSED, _FINITE, _NONFINITE = 0, 1, 2
 # Keeps those of several ranks alive after their hooks: a closed rank still votes.
 _live: set[UpdatePolicy] = set()
 
+_of_parents: list[UpdatePolicy] = []
+"""Policies whose recording began in the parent of this process. They stay alive, because the end of their process group waits for threads of the parent."""
+
 
 @dataclass
 class _Decision:
@@ -94,6 +97,9 @@ class UpdatePolicy:
 
     def close(self) -> None:
         """End the recording: updates are no longer skipped, once all ranks have closed."""
+        if os.getpid() != self._process:
+            _of_parents.append(self)
+            return
         self._closed = True
         self._statistics = []
         if self._votes is None or self._votes_failed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import threading
 import weakref
@@ -17,6 +19,7 @@ from tests.sdk.training import Composed, skipping, watching, with_sgd
 from watchstep import Bundles, CaptureConfig, Hook
 from watchstep.format.bundle import PARAMETERS, Bundle, bundle_keys, open_bundle
 from watchstep.format.control import ControlDocument, SnapshotRequest
+from watchstep.pytorch.bundles import bundler
 from watchstep.store.store import Store
 
 
@@ -258,7 +261,7 @@ def test_a_bundle_keeps_to_its_limit_and_says_what_it_lacks(
 
 @pytest.mark.ci
 def test_what_is_redacted_is_not_in_the_object(tmp_path: Path) -> None:
-    redact = ("micro_batches/*/batch", "micro_batches/*/arguments", "program/argv", "parameters/0.*")
+    redact = ("micro_batches/*/batch", "program/argv", "parameters/0.*")
     hook = Hook(tmp_path, config=CaptureConfig(bundles=Bundles(redact=redact)))
     secret = inputs(3)
     secret[1][:] = 7654.5
@@ -527,3 +530,84 @@ def test_running_statistics_of_own_modules_are_those_before_the_pass(tmp_path: P
             optimizer.step()
     (bundle,) = bundles(hook)
     assert torch.equal(torch_tensor(*bundle.read("buffers/mean")), before)
+
+
+@pytest.mark.parametrize("policy", ["record", "skip"])
+def test_a_program_resizes_and_frees_its_tensors(tmp_path: Path, policy: str) -> None:
+    """One that reuses a batch for longer sequences, and one that frees a table between its uses."""
+
+    class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(4))
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            storage = self.table.untyped_storage()
+            storage.resize_(16)
+            factor = float(self.table.fill_(2.0)[0])
+            storage.resize_(0)
+            return batch * factor
+
+    model, optimizer = with_sgd(torch.nn.Sequential(Table(), torch.nn.Linear(4, 1)))
+    batch = torch.ones(2, 4)
+    with Hook(tmp_path, on_nonfinite=policy) as hook:
+        hook.watch(model, optimizer)
+        for number in range(4):
+            batch.resize_(2 + number, 4).fill_(float("nan") if number == 1 else 1.0)
+            optimizer.zero_grad()
+            loss = model(batch).mean()
+            loss.backward()
+            if number != 1:
+                optimizer.step()
+    (bundle,) = bundles(hook)
+    assert bundle.document.step == 1
+    assert "buffers" in " ".join(lost.path for lost in bundle.document.lost)
+    assert hook.health["faults"] == {}
+
+
+def test_nothing_of_a_bundle_waits_for_a_garbage_collection(tmp_path: Path) -> None:
+    """Its gradients would stay in memory until then."""
+    hook = Hook(tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        train(hook, inputs(4), before=of_second(hook))
+        kinds = (bundler._BundleContent, bundler._Stored)
+        assert not any(isinstance(each, kinds) for each in gc.get_objects())
+    finally:
+        gc.enable()
+    assert len(bundles(hook)) == 1
+
+
+def test_random_numbers_that_others_draw_meanwhile_stay_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a thread of the program does that reads the next batches."""
+    digest, states = bundler._digest, []
+
+    def drawing(data: memoryview) -> Any:
+        torch.rand(1)
+        states.append(torch.get_rng_state())
+        return digest(data)
+
+    monkeypatch.setattr(bundler, "_digest", drawing)
+    hook = Hook(tmp_path)
+    train(hook, inputs(2), before=of_second(hook))
+    assert states
+    assert torch.equal(torch.get_rng_state(), states[-1])
+    hook.close()
+
+
+def test_a_forked_child_writes_no_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = Hook(tmp_path)
+    process = os.getpid()
+    with monkeypatch.context() as patched:
+
+        def in_child(number: int) -> None:
+            of_second(hook)(number)
+            if number == 1:
+                patched.setattr(bundler.os, "getpid", lambda: process + 1)
+
+        train(hook, inputs(2), before=in_child)
+    assert hook.health["counts"].get("bundles", 0) == 0
+    hook.close()
