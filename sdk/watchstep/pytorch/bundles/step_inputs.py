@@ -277,11 +277,15 @@ class _RepeatedCopy:
 
     def __post_init__(self) -> None:
         self._shapes = [target.shape for target in self.targets]
+        self._bytes = [buffer.untyped_storage().nbytes() for buffer in self.buffers]
 
     def make(self) -> bool:
-        """Copy. Returns False, and copies nothing, if the program has replaced a buffer or changed its shape."""
-        for (owner, leaf), buffer, shape in zip(self.owners, self.buffers, self._shapes, strict=True):
-            if owner.get(leaf) is not buffer or buffer.shape != shape or not has_all_memory(buffer):
+        """Copy. Returns False, and copies nothing, if the program has replaced a buffer, or changed its shape or the size of its storage."""
+        checked = zip(self.owners, self.buffers, self._shapes, self._bytes, strict=True)
+        for (owner, leaf), buffer, shape, size in checked:
+            if owner.get(leaf) is not buffer or buffer.shape != shape:
+                return False
+            if buffer.untyped_storage().nbytes() != size:
                 return False
         internals.copy_each(self.targets, self.buffers)
         return True

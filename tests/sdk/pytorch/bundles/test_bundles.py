@@ -537,6 +537,8 @@ def test_a_program_resizes_and_frees_its_tensors(tmp_path: Path, policy: str) ->
     """One that reuses a batch for longer sequences, and one that frees a table between its uses."""
 
     class Table(torch.nn.Module):
+        table: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("table", torch.zeros(4))
@@ -606,7 +608,7 @@ def test_a_forked_child_writes_no_bundle(tmp_path: Path, monkeypatch: pytest.Mon
         def in_child(number: int) -> None:
             of_second(hook)(number)
             if number == 1:
-                patched.setattr(bundler.os, "getpid", lambda: process + 1)
+                patched.setattr(os, "getpid", lambda: process + 1)
 
         train(hook, inputs(2), before=in_child)
     assert hook.health["counts"].get("bundles", 0) == 0
