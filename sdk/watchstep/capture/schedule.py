@@ -153,10 +153,6 @@ class Budget:
         self._lock = threading.RLock()  # a signal's handler may close the hook
         self._written = 0.0
 
-    def due(self, collection: str, step: int) -> bool:
-        """Whether a collection is measured at a step."""
-        return collection in self.planned(step) and not self.is_endless(collection)
-
     def planned(self, step: int) -> frozenset[str]:
         """Return the collections that are measured at a step, unless that is endless. The first call for a step decides."""
         if step != self._step:

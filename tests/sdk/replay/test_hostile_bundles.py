@@ -317,3 +317,24 @@ def test_documents_come_back_equal(reason: str, number: int, names: list[str]) -
         return
     document = BundleDocument({"run": reason}, number, number, reason, tuple(names), gradients=tuple(names))
     assert BundleDocument.decode(document.encode(), "b") == document
+
+
+def test_a_fused_optimizer_takes_no_state_of_another_shape() -> None:
+    """Its kernel would write beyond the tensor."""
+    import torch
+
+    from watchstep.replay import recorded_step
+
+    weight = torch.nn.Parameter(torch.ones(100))
+    plain, fused = torch.optim.AdamW([weight]), torch.optim.AdamW([weight], fused=True)
+    weight.sum().backward()
+    plain.step()
+    state = plain.state_dict()
+    state["param_groups"][0]["fused"] = True
+    recorded_step._load(plain, state)
+    assert not plain.param_groups[0]["fused"]
+    recorded_step._load(fused, state)
+    state["state"][0]["exp_avg"] = torch.zeros(1)
+    with pytest.raises(ValueError, match="exp_avg of shape"):
+        recorded_step._load(fused, state)
+    assert not fused.state
