@@ -31,7 +31,7 @@ from watchstep_services.core.settings import NANOSECONDS, load_settings
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.models import Attempt, RunRow
-from watchstep_services.db.records import hint, put_segment
+from watchstep_services.db.records import hint, put_segments
 from watchstep_services.db.schema import upgrade
 from watchstep_services.runs.registration import register
 from watchstep_services.scheduler.sweep import sweep
@@ -72,7 +72,7 @@ class Sample:
         key = SegmentKey(WriterId("a1", "node", "w0"), self.seq, first, first + STEPS - 1)
         self.store.put(key.path, data)
         with self.service.database.write() as session:
-            put_segment(session, self.run_id, key, read_clock(session))
+            put_segments(session, self.run_id, [key], read_clock(session))
             hint(session, self.run_id, requested=True)
         self.seq += 1
         return len(data)

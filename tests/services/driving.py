@@ -29,7 +29,7 @@ from watchstep_services.db.models import (
     Segment,
     WatermarkRow,
 )
-from watchstep_services.db.records import hint, put_segment
+from watchstep_services.db.records import hint, put_segments
 from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.evaluation.evaluate import Evaluation, evaluate
 from watchstep_services.runs import attempts
@@ -103,8 +103,7 @@ class Driven:
     def announce(self, run_id: int, *keys: SegmentKey) -> None:
         """Put segments into the inbox, as announcements do."""
         with self.service.database.write() as session:
-            for key in keys:
-                put_segment(session, run_id, key, read_clock(session))
+            put_segments(session, run_id, keys, read_clock(session))
             hint(session, run_id)
 
     @property

@@ -20,7 +20,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -452,7 +452,17 @@ def _lock(session: Session, run_ids: set[int]) -> None:
 
 def insert_missing(session: Session, model: type[Base], values: dict[str, Any]) -> bool:
     """Insert one row; return False if a unique key exists, which leaves its row unchanged."""
-    insert: Any = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-    table = model.__table__
-    statement = insert(table).values(values).on_conflict_do_nothing().returning(*table.primary_key)
+    statement = _insert_new(session, model).values(values).returning(*model.__table__.primary_key)
     return session.execute(statement).first() is not None
+
+
+def insert_all_missing(session: Session, model: type[Base], rows: Sequence[dict[str, Any]]) -> int:
+    """As `insert_missing`, for several rows; return how many were inserted."""
+    statement = _insert_new(session, model).execution_options(preserve_rowcount=True)
+    inserted: int = session.connection().execute(statement, rows).rowcount
+    return inserted
+
+
+def _insert_new(session: Session, model: type[Base]) -> Any:
+    insert: Any = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    return insert(model.__table__).on_conflict_do_nothing()

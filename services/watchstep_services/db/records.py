@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Table, and_, case, select, update
+from sqlalchemy import Table, and_, case, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from watchstep.format.layout import SegmentKey
 from watchstep_services.core.events import CloudEvent
 from watchstep_services.core.telemetry import tracing
 from watchstep_services.db.clock import now_ns
-from watchstep_services.db.engine import insert_missing, publish_at_end
+from watchstep_services.db.engine import insert_all_missing, insert_missing, publish_at_end
 from watchstep_services.db.models import ActionRow, EventRow, RunRow, Segment
 
 RUNS: Table = RunRow.__table__  # type: ignore[assignment]
@@ -66,42 +66,82 @@ def add_action(session: Session, run_id: int, kind: str, key: str, cause: dict[s
     return session.execute(select(ActionRow.id).where(ActionRow.key == key)).scalar_one()
 
 
-def put_segment(session: Session, run_id: int, key: SegmentKey, at_ns: int, *, listed: bool = False) -> bool:
-    """Add a segment to the inbox.
+def put_segments(
+    session: Session, run_id: int, keys: Sequence[SegmentKey], at_ns: int, *, listed: bool = False
+) -> int:
+    """Add segments to the inbox of a run, in few statements, because SQLite has one writer.
 
-    A segment that was given up as missing is added again, once. The steps of a listing replace those of an
-    announcement.
+    Segments that were given up as missing are added again, once. The steps of a listing replace those of an announcement.
+
+    Args:
+        session: the transaction.
+        run_id: id of the run.
+        keys: the segments, each once.
+        at_ns: the time, by the database's clock.
+        listed: whether a listing found them.
 
     Returns:
-        Whether there is something new to read.
+        The number of segments that are new to read.
     """
-    who = key.writer
-    named = {
+    fresh = 0
+    for start in range(0, len(keys), _SEGMENTS_AT_ONCE):
+        portion = keys[start : start + _SEGMENTS_AT_ONCE]
+        added = _insert_segments(session, run_id, portion, at_ns)
+        fresh += added
+        if added < len(portion):
+            fresh += _renew_segments(session, run_id, portion, at_ns, listed=listed)
+    return fresh
+
+
+_SEGMENTS_AT_ONCE = 500
+_SEGMENT_COLUMNS = Segment.__table__.c
+_OF_WRITER = tuple_(
+    _SEGMENT_COLUMNS.attempt, _SEGMENT_COLUMNS.node, _SEGMENT_COLUMNS.writer, _SEGMENT_COLUMNS.seq
+)
+
+
+def _insert_segments(session: Session, run_id: int, keys: Sequence[SegmentKey], at_ns: int) -> int:
+    shared = {
         "run_id": run_id,
-        "attempt": who.attempt,
-        "node": who.node,
-        "writer": who.writer,
-        "seq": key.seq,
-    }
-    values = {
-        **named,
-        "first": key.first,
-        "last": key.last,
         "state": "announced",
         "found_ns": at_ns,
         "problem": "",
         "traceparent": tracing.current(),
     }
-    if insert_missing(session, Segment, values):
-        return True
-    row = session.execute(select(Segment).filter_by(**named)).scalar_one()
-    if row.state == "missing":
-        row.state, row.found_ns, row.first, row.last = "announced", at_ns, key.first, key.last
-        return True
-    if listed and row.state == "announced" and (row.first, row.last) != (key.first, key.last):
+    rows = [
+        {
+            **shared,
+            "attempt": key.writer.attempt,
+            "node": key.writer.node,
+            "writer": key.writer.writer,
+            "seq": key.seq,
+            "first": key.first,
+            "last": key.last,
+        }
+        for key in keys
+    ]
+    return insert_all_missing(session, Segment, rows)
+
+
+def _renew_segments(
+    session: Session, run_id: int, keys: Sequence[SegmentKey], at_ns: int, *, listed: bool
+) -> int:
+    """Change the rows of segments that were given up, or, of a listing, that were announced with other steps; return their number."""
+    states = ("missing", "announced") if listed else ("missing",)
+    of = {(key.writer.attempt, key.writer.node, key.writer.writer, key.seq): key for key in keys}
+    rows = session.execute(
+        select(Segment).where(Segment.run_id == run_id, Segment.state.in_(states), _OF_WRITER.in_(of))
+    ).scalars()
+    renewed = 0
+    for row in rows:
+        key = of[row.attempt, row.node, row.writer, row.seq]
+        if row.state == "missing":
+            row.state, row.found_ns = "announced", at_ns
+        elif (row.first, row.last) == (key.first, key.last):
+            continue
         row.first, row.last = key.first, key.last
-        return True
-    return False
+        renewed += 1
+    return renewed
 
 
 def hint(

@@ -81,7 +81,7 @@ def _runs_in_its_own_job(service: Service, target: StopTarget) -> bool:
 
 def _last_seen_ns(attempt: Attempt) -> int:
     """When the attempt's newest segment was found, by the database's clock; 0 if it has none."""
-    return max((int(last_seen_ns) for _, last_seen_ns, _ in attempt.writers.values()), default=0)
+    return max((int(last_seen_ns) for _, last_seen_ns in attempt.ranks.values()), default=0)
 
 
 _log = logging.getLogger(__name__)

@@ -53,7 +53,7 @@ from watchstep_services.evaluation.alerting import publish
 from watchstep_services.evaluation.collect import Collected, spans_of_ranks
 from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS, Gap
 from watchstep_services.evaluation.unfinished_reads import unfinished_after
-from watchstep_services.evaluation.watermark import AttemptProgress, WatermarkAdvance, writers_as_data
+from watchstep_services.evaluation.watermark import AttemptProgress, WatermarkAdvance, ranks_as_data
 from watchstep_services.runs.claim import Claim, EventContext
 from watchstep_services.runs.lifecycle import start_run
 from watchstep_services.runs.rule_health import has_news as has_health_news
@@ -288,7 +288,7 @@ def _progress_values(claim: Claim, outcome: EvaluationOutcome, worker: str) -> d
         "more": collected.more,
         "run_id": claim.run_id,
         "attempt": collected.attempt,
-        "writers": writers_as_data(progress.writers),
+        "ranks": ranks_as_data(progress.ranks),
         "first_seen_ns": progress.first_seen_ns,
         "largest": progress.largest,
         "watermark": outcome.watermark,
@@ -335,7 +335,7 @@ _SEGMENT = (
     .where(Segment.__table__.c.id == bindparam("row_id"))
     .values(state="read", position=bindparam("position"), ranks=bindparam("ranks"))
 )
-_ATTEMPT_NAMES = ("writers", "first_seen_ns", "largest", "ticks", "watermark", "context")
+_ATTEMPT_NAMES = ("ranks", "first_seen_ns", "largest", "ticks", "watermark", "context")
 _ATTEMPT = (
     update(Attempt.__table__)  # type: ignore[arg-type]
     .where(
@@ -371,7 +371,7 @@ _AT_ONCE = """
 WITH given AS MATERIALIZED (
     SELECT given.* FROM json_to_recordset(CAST(:runs AS json)) AS given (
         lease_key bigint, lease_token bigint, read_cursor text, cursor text, journal bigint, ticks bigint, unfinished bigint,
-        last bigint, cached_by varchar, known_hints bigint, due bigint, more boolean, attempt varchar, writers json,
+        last bigint, cached_by varchar, known_hints bigint, due bigint, more boolean, attempt varchar, ranks json,
         first_seen_ns bigint, largest bigint, watermark bigint, context json, tick bigint, at_ns bigint, ended boolean,
         cause varchar, segments json, states json
     ) {unlocked}
@@ -386,7 +386,7 @@ WITH given AS MATERIALIZED (
     FROM given
     WHERE runs.id = given.lease_key AND runs.epoch = given.lease_token AND runs.cursor = given.read_cursor
     RETURNING runs.id, runs.hints, {now} AS now_ns, runs.health, runs.state, runs.state_attempt, given.attempt, given.segments,
-        given.states, given.writers, given.first_seen_ns, given.largest, given.ticks, given.watermark, given.context, given.tick,
+        given.states, given.ranks, given.first_seen_ns, given.largest, given.ticks, given.watermark, given.context, given.tick,
         given.journal, given.at_ns, given.ended, given.cause
 ), read_segments AS (
     UPDATE segments SET state = 'read', position = new_rows.position, ranks = new_rows.ranks
@@ -394,7 +394,7 @@ WITH given AS MATERIALIZED (
     WHERE segments.id = new_rows.row_id
 ), moved_attempt AS (
     UPDATE attempts SET
-        writers = moved.writers, first_seen_ns = moved.first_seen_ns, largest = moved.largest, ticks = moved.ticks,
+        ranks = moved.ranks, first_seen_ns = moved.first_seen_ns, largest = moved.largest, ticks = moved.ticks,
         watermark = moved.watermark, context = moved.context
     FROM moved WHERE attempts.run_id = moved.id AND attempts.attempt = moved.attempt
 ), added_tick AS (

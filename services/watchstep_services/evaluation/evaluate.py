@@ -49,7 +49,7 @@ from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS, Gap, ended_rank
 from watchstep_services.evaluation.observation import Observation, count_outcome, observing
 from watchstep_services.evaluation.references import AttemptReferences
 from watchstep_services.evaluation.unfinished_reads import ReadingGuard
-from watchstep_services.evaluation.watermark import AttemptProgress, WriterProgress
+from watchstep_services.evaluation.watermark import AttemptProgress, RankProgress
 from watchstep_services.runs import attempts
 from watchstep_services.runs.claim import (
     Claim,
@@ -506,9 +506,7 @@ def _attempt_past_deadline(service: Service, claim: Claim, failing: frozenset[st
         rows = session.execute(
             select(Attempt).where(Attempt.run_id == claim.run_id, Attempt.watermark < Attempt.largest)
         ).scalars()
-        attempts_waiting = sorted(
-            (row for row in rows if row.writers), key=lambda row: row.attempt in failing
-        )
+        attempts_waiting = sorted((row for row in rows if row.ranks), key=lambda row: row.attempt in failing)
     lateness_ns = nanoseconds(service.settings.allowed_lateness_seconds)
     nothing = Collected("", cursors.decode(claim.cursor))
     for row in attempts_waiting:
@@ -532,16 +530,13 @@ def _progress(service: Service, claim: Claim, row: Attempt, collected: Collected
     progress = AttemptProgress(
         row.world_size,
         row.first_seen_ns,
-        watermarks.writers_from_data(row.writers),
+        watermarks.ranks_from_data(row.ranks),
         ended_ranks(collected.cursor, row.attempt, row.ends, until),
         row.watermark,
     )
     # A segment of a node's writer contains several ranks, which may be at different steps.
     return progress.with_segments(
-        (
-            f"{entry.key.writer.node}/{entry.key.writer.writer}/{rank}",
-            WriterProgress(last, entry.found_ns, (rank,)),
-        )
+        (rank, RankProgress(last, entry.found_ns))
         for entry, block in collected.blocks
         for rank, _, last, _ in spans_of_ranks(block)
     )

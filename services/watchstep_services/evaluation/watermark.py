@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,26 +17,20 @@ the rows are left."""
 
 
 @dataclass(frozen=True)
-class WriterProgress:
-    """Progress of one rank by one writer. Earlier versions stored one entry for all ranks of a writer.
+class RankProgress:
+    """Progress of one rank.
 
     Attributes:
         last: the last step with rows.
-        last_seen_ns: when the newest segment was found, by the database's clock.
-        workers: ranks with rows.
+        last_seen_ns: when the newest segment with its rows was found, by the database's clock.
     """
 
     last: int
     last_seen_ns: int
-    workers: tuple[int, ...]
 
-    def merged(self, other: WriterProgress) -> WriterProgress:
+    def merged(self, other: RankProgress) -> RankProgress:
         """The larger step and time of both."""
-        return WriterProgress(
-            max(self.last, other.last),
-            max(self.last_seen_ns, other.last_seen_ns),
-            tuple(sorted({*self.workers, *other.workers})),
-        )
+        return RankProgress(max(self.last, other.last), max(self.last_seen_ns, other.last_seen_ns))
 
 
 @dataclass(frozen=True)
@@ -46,30 +40,30 @@ class AttemptProgress:
     Attributes:
         world_size: expected workers; 0 if unknown.
         first_seen_ns: when the first segment was found.
-        writers: progress by "node/writer/rank".
+        ranks: progress of each rank with rows.
         ended: ranks that have ended and have no segment left to read.
         watermark: the last step that every worker has passed; -1 for none.
     """
 
     world_size: int
     first_seen_ns: int
-    writers: dict[str, WriterProgress]
+    ranks: dict[int, RankProgress]
     ended: frozenset[int]
     watermark: int
 
     @property
     def largest(self) -> int:
         """The largest step that any worker has passed; -1 for none."""
-        return max((writer.last for writer in self.writers.values()), default=-1)
+        return max((rank.last for rank in self.ranks.values()), default=-1)
 
-    def with_segments(self, entries: Iterable[tuple[str, WriterProgress]]) -> AttemptProgress:
-        """The progress after further segments, given as pairs of "node/writer/rank" and the rank's progress."""
-        writers, first = dict(self.writers), self.first_seen_ns
-        for name, seen in entries:
-            before = writers.get(name)
+    def with_segments(self, entries: Iterable[tuple[int, RankProgress]]) -> AttemptProgress:
+        """The progress after further segments, given as pairs of a rank and its progress."""
+        ranks, first = dict(self.ranks), self.first_seen_ns
+        for rank, seen in entries:
+            before = ranks.get(rank)
             first = min(first or seen.last_seen_ns, seen.last_seen_ns)
-            writers[name] = seen if before is None else before.merged(seen)
-        return replace(self, writers=writers, first_seen_ns=first)
+            ranks[rank] = seen if before is None else before.merged(seen)
+        return replace(self, ranks=ranks, first_seen_ns=first)
 
 
 @dataclass(frozen=True)
@@ -128,7 +122,7 @@ def bounded(
 
 def due_ns(progress: AttemptProgress, deadline_ns: int) -> int | None:
     """When a silent worker's deadline next advances the watermark; None if nothing waits."""
-    largest = progress.largest  # computed once: it iterates over all writers
+    largest = progress.largest  # computed once: it iterates over all ranks
     behind = [seen_ns for step, seen_ns in _live(progress) if step < largest]
     waits = progress.watermark < largest
     return min(behind) + deadline_ns if waits and behind else None
@@ -136,28 +130,21 @@ def due_ns(progress: AttemptProgress, deadline_ns: int) -> int | None:
 
 def _live(progress: AttemptProgress) -> list[tuple[int, int]]:
     """(last passed step, last seen) of each live rank, and one (-1, start) for all ranks without segments."""
-    ranks: dict[int, tuple[int, int]] = {}
-    for writer in progress.writers.values():
-        for rank in writer.workers:
-            step, seen_ns = ranks.get(rank, (-1, 0))
-            ranks[rank] = (max(step, writer.last), max(seen_ns, writer.last_seen_ns))
-    live = [writer for rank, writer in ranks.items() if rank not in progress.ended]
-    known_ranks = {*ranks, *progress.ended}
+    live = [
+        (seen.last, seen.last_seen_ns) for rank, seen in progress.ranks.items() if rank not in progress.ended
+    ]
+    known_ranks = {*progress.ranks, *progress.ended}
     # One entry represents all missing ranks: the world size is a recorder's claim and may be any number.
     if progress.world_size > sum(0 <= rank < progress.world_size for rank in known_ranks):
         live.append((-1, progress.first_seen_ns))
     return live
 
 
-def writers_as_data(writers: dict[str, WriterProgress]) -> dict[str, Any]:
+def ranks_as_data(ranks: dict[int, RankProgress]) -> dict[str, list[int]]:
     """Convert to JSON-ready data."""
-    return {
-        name: [writer.last, writer.last_seen_ns, list(writer.workers)] for name, writer in writers.items()
-    }
+    return {str(rank): [seen.last, seen.last_seen_ns] for rank, seen in ranks.items()}
 
 
-def writers_from_data(data: dict[str, Any]) -> dict[str, WriterProgress]:
-    """Read the result of `writers_as_data`."""
-    return {
-        name: WriterProgress(last, seen_ns, tuple(workers)) for name, (last, seen_ns, workers) in data.items()
-    }
+def ranks_from_data(data: dict[str, list[int]]) -> dict[int, RankProgress]:
+    """Read the result of `ranks_as_data`."""
+    return {int(rank): RankProgress(last, seen_ns) for rank, (last, seen_ns) in data.items()}

@@ -30,7 +30,7 @@ from watchstep_services.core.telemetry import tracing
 from watchstep_services.db.clock import clock_expression, now_ns
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Project, RunRow, Segment
-from watchstep_services.db.records import MOST_WAITING, RUNS, hint, put_segment
+from watchstep_services.db.records import MOST_WAITING, RUNS, hint, put_segments
 from watchstep_services.service.waiting_segments import WaitingRoom
 from watchstep_services.tenancy import archived
 
@@ -314,7 +314,7 @@ def _accept_by_statements(
         changes["ignored_ns"] = now
     elif row.poll_interval_ns and not row.ignored_ns:
         changes["poll_ns"] = now + row.poll_interval_ns
-    fresh = sum(put_segment(session, row.id, key, now) for key in keys)
+    fresh = put_segments(session, row.id, keys, now)
     if fresh:
         hint(session, row.id, requested=True, also=changes)
     else:

@@ -44,7 +44,7 @@ def ensure(session: Session, run_id: int, attempt: str) -> Attempt:
     if row is None:
         row = Attempt(
             run_id=run_id, attempt=attempt, world_size=0, on_stop="ignore", started_ns=0, first_seen_ns=0,
-            watermark=-1, largest=-1, writers={}, ends={}, context=[],
+            watermark=-1, largest=-1, ranks={}, ends={}, context=[],
         )  # fmt: skip
         session.add(row)
         session.get_one(RunRow, run_id).attempt = attempt

@@ -23,7 +23,7 @@ from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Attempt, RunRow, Segment
-from watchstep_services.db.records import MOST_WAITING, hint, put_segment
+from watchstep_services.db.records import MOST_WAITING, hint, put_segments
 from watchstep_services.runs import attempts
 from watchstep_services.runs.claim import Claim, lock_run
 from watchstep_services.service.context import Service
@@ -35,6 +35,13 @@ _DOCUMENT_BYTES = 32 * 1024 * 1024
 _RANK_DIGITS = len(str(attempts.MOST_RANKS))
 _ENDS_AT_ONCE = attempts.MOST_RANKS
 """Limit of end documents that one listing reads; the next listing continues."""
+MOST_ATTEMPTS = 4_096
+"""Limit of attempts of a run that listings find by their documents. Every evaluation of the run loads all of its attempts, 20 µs each. An
+attempt with segments that are announced is evaluated nevertheless."""
+_ATTEMPTS_AT_ONCE = 500
+"""Limit of attempt documents that one listing reads; the next listing continues."""
+_ATTEMPTS_OF_WRITE = 50
+"""Attempts that one transaction adds, at 1 ms each."""
 _SEGMENTS_AT_ONCE = 2_000
 """Limit of segments that one listing adds to the database; the next listing continues."""
 _LEAST_SEGMENTS = 200
@@ -55,6 +62,7 @@ class _Listed:
     Attributes:
         attempts: new attempts.
         ends: new ends by attempt.
+        new: names of the attempts of both.
         announced: segments that wait in the database and exist.
         fresh: segments to add to the database.
         left: number of the segments that are left to later listings.
@@ -64,6 +72,7 @@ class _Listed:
 
     attempts: list[AttemptDocument] = field(default_factory=list)
     ends: dict[str, list[EndDocument]] = field(default_factory=dict)
+    new: set[str] = field(default_factory=set)
     announced: set[SegmentKey] = field(default_factory=set)
     fresh: list[SegmentKey] = field(default_factory=list)
     left: int = 0
@@ -91,8 +100,9 @@ class Listing:
 
 @dataclass(frozen=True)
 class _Known:
-    """The database's content before the listing, and its clock at that time."""
+    """The database's content before the listing, and its clock at that time. ``attempts`` are those of ``names`` whose document was read."""
 
+    names: set[str]
     attempts: set[str]
     ends: set[tuple[str, int]]
     segments: set[SegmentKey]
@@ -153,6 +163,7 @@ def _known(service: Service, run_id: int) -> _Known:
             if row.state == "announced":
                 announced.add(key)
         return _Known(
+            {row.attempt for row in rows},
             {row.attempt for row in rows if row.world_size},
             {(row.attempt, int(rank)) for row in rows for rank in row.ends},
             keys,
@@ -220,20 +231,34 @@ class _Documents:
 def _list(run_documents: _Documents, stored: _Known, read: Collection[SegmentKey]) -> _Listed:
     listing = run_documents.listing
     listing.began_ns = stored.at_ns
-    for entry in run_documents.store.entries(layout.ATTEMPTS):
-        attempt = entry.key.removeprefix(layout.ATTEMPTS).removesuffix(".json")
-        if attempt not in stored.attempts:
-            document = run_documents.read(
-                AttemptDocument, entry, lambda document: layout.attempt_document(document.attempt)
-            )
-            if document is not None:
-                listing.attempts.append(
-                    replace(document, host="", environment={})
-                )  # not stored, and may be long
+    _list_attempts(run_documents, stored, listing)
     _list_ends(run_documents, stored, listing)
     _list_segments(run_documents, stored, read)
-    listing.attempts.sort(key=lambda document: (document.started_ns, document.attempt))
     return listing
+
+
+def _list_attempts(run_documents: _Documents, stored: _Known, listing: _Listed) -> None:
+    for entry in run_documents.store.entries(layout.ATTEMPTS):
+        attempt = entry.key.removeprefix(layout.ATTEMPTS).removesuffix(".json")
+        if attempt in stored.attempts or not _has_room(stored, listing, attempt, entry.key):
+            continue
+        document = run_documents.read(
+            AttemptDocument, entry, lambda document: layout.attempt_document(document.attempt)
+        )
+        if document is not None:  # fields that are not stored are dropped, because they may be long
+            listing.attempts.append(replace(document, host="", environment={}, config={}, seeds={}))
+            listing.new.add(attempt)
+    listing.attempts.sort(key=lambda document: (document.started_ns, document.attempt))
+
+
+def _has_room(stored: _Known, listing: _Listed, attempt: str, key: str) -> bool:
+    """Whether the listing may record an object of this attempt."""
+    if attempt in stored.names or attempt in listing.new:
+        return True
+    total = len(stored.names) + len(listing.new)
+    if total >= MOST_ATTEMPTS:
+        listing.note(key, f"{key[:200]}: left out; {MOST_ATTEMPTS} attempts of a run are supported")
+    return total < MOST_ATTEMPTS and len(listing.new) < _ATTEMPTS_AT_ONCE
 
 
 def _list_ends(run_documents: _Documents, stored: _Known, listing: _Listed) -> None:
@@ -248,7 +273,7 @@ def _list_ends(run_documents: _Documents, stored: _Known, listing: _Listed) -> N
                 f"{entry.key[:200]}: rank out of range; ranks below {attempts.MOST_RANKS} are supported",
             )
             continue
-        if (attempt, int(rank)) in stored.ends:
+        if (attempt, int(rank)) in stored.ends or not _has_room(stored, listing, attempt, entry.key):
             continue
         left -= 1
         if left < 0:
@@ -258,6 +283,7 @@ def _list_ends(run_documents: _Documents, stored: _Known, listing: _Listed) -> N
             # Fields that are not stored are dropped, because many documents are read before they are recorded.
             end = replace(end, reason=end.reason[: attempts.LONGEST_REASON], health={})
             listing.ends.setdefault(attempt, []).append(end)
+            listing.new.add(attempt)
 
 
 def _key_of_end(attempt: str, end: EndDocument) -> str:
@@ -317,12 +343,12 @@ def _record(
             if claim is not None:
                 lock_run(session, run_id, claim)
             now = read_clock(session)
-            for key in fresh[start : start + _ROWS_AT_ONCE]:
-                something |= put_segment(session, run_id, key, now, listed=True)
-    for start in range(0, len(listing.attempts), _ROWS_AT_ONCE):
+            added = put_segments(session, run_id, fresh[start : start + _ROWS_AT_ONCE], now, listed=True)
+            something |= added > 0
+    for start in range(0, len(listing.attempts), _ATTEMPTS_OF_WRITE):
         with service.database.write() as session:
             run = lock_run(session, run_id, claim)
-            for document in listing.attempts[start : start + _ROWS_AT_ONCE]:
+            for document in listing.attempts[start : start + _ATTEMPTS_OF_WRITE]:
                 attempts.record_document(session, run, document)
     for portion in _portions(listing.ends):
         with service.database.write() as session:
@@ -359,7 +385,7 @@ def _portions(ends: dict[str, list[EndDocument]]) -> Iterator[list[str]]:
     for attempt, documents_of in ends.items():
         portion.append(attempt)
         size += len(documents_of)
-        if size >= _ROWS_AT_ONCE:
+        if size >= _ROWS_AT_ONCE or len(portion) >= _ATTEMPTS_OF_WRITE:
             yield portion
             portion, size = [], 0
     if portion:

@@ -21,6 +21,7 @@ from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Phase
+from watchstep_rules.signals.tensor_selection import expert_of, kind_of_expert
 
 # Experts without examples are no fault; layers that are used and get no gradient are one, also next to such experts.
 
@@ -340,3 +341,20 @@ def test_a_head_that_is_trained_alone_from_the_start_is_no_case_of_it(tmp_path: 
             updates.step()
 
     assert evaluate_training(train, "gradients_cease", tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expert"),
+    [
+        ("layers.0.mlp.experts.12.w1", "layers.0.mlp.experts.*.w1", "layers.0.mlp.experts.12"),
+        ("a.MyExpert_list.3.experts.1.b.2.c", "a.MyExpert_list.*.experts.*.b.2.c", "a.MyExpert_list.3.experts.1"),
+        ("experts.1", "", ""),
+        ("experts.one.weight", "", ""),
+        ("layers.0.weight", "", ""),
+        # A regular expression of the same meaning takes minutes for this name.
+        ("expert" * 680, "", ""),
+        ("expert" * 680 + ".1.w", "expert" * 680 + ".*.w", "expert" * 680 + ".1"),
+    ],
+)  # fmt: skip
+def test_experts_are_told_by_their_names(name: str, kind: str, expert: str) -> None:
+    assert (kind_of_expert(name), expert_of(name)) == (kind, expert)

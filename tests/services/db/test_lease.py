@@ -51,7 +51,7 @@ from watchstep_services.db.models import (
     Upkeep,
 )
 from watchstep_services.evaluation.inbox import Gap, GapTimeout
-from watchstep_services.evaluation.watermark import AttemptProgress, WriterProgress, decide
+from watchstep_services.evaluation.watermark import AttemptProgress, RankProgress, decide
 from watchstep_services.runs.claim import Claim, claim
 from watchstep_services.scheduler.sweep import sweep
 
@@ -364,7 +364,7 @@ def test_the_lease_of_a_dead_worker_ends(timed: Driven, clock: Clock) -> None:
 def row_of(table: Any, database: Any) -> None:
     """A row of each table, which waits for nothing."""
     rows: list[Base] = [
-        Attempt(run_id=1, attempt="z", world_size=1, on_stop="ignore", writers={}, ends={}, context=[]),
+        Attempt(run_id=1, attempt="z", world_size=1, on_stop="ignore", ranks={}, ends={}, context=[]),
         BoundJobRow(run_id=1, attempt="z", backend="local", job_id="1", identity={}, bound_by="x"),
         Segment(
             run_id=1, attempt="z", node="n", writer="w", seq=0, first=0, last=0, state="announced", found_ns=1
@@ -426,8 +426,8 @@ def test_a_clock_that_goes_on_moves_nothing(timed: Driven, clock: Clock) -> None
 
 def test_a_rank_that_was_heard_in_the_future_is_not_waited_for() -> None:
     def progress(last_seen_ns: int) -> AttemptProgress:
-        writers = {"n/w/0": WriterProgress(9, 1, (0,)), "n/w/1": WriterProgress(4, last_seen_ns, (1,))}
-        return AttemptProgress(2, 1, writers, frozenset(), 4)
+        ranks = {0: RankProgress(9, 1), 1: RankProgress(4, last_seen_ns)}
+        return AttemptProgress(2, 1, ranks, frozenset(), 4)
 
     assert decide(progress(HOUR), 0, SECOND) is not None
     assert decide(progress(SECOND), 0, SECOND) is None

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sqlalchemy import select
 
 from tests.sdk.format.blocks import Row, block_of
 from tests.services.driving import Driven
@@ -13,28 +14,27 @@ from watchstep.format import documents, segment
 from watchstep.format.documents import EndDocument
 from watchstep.format.layout import SegmentKey, WriterId, end_document
 from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_services.db.models import Attempt
 from watchstep_services.evaluation import watermark as watermarks
 from watchstep_services.evaluation.collect import spans_of_ranks
 from watchstep_services.evaluation.watermark import (
     AttemptProgress,
+    RankProgress,
     WatermarkAdvance,
-    WriterProgress,
     decide,
     due_ns,
-    writers_as_data,
-    writers_from_data,
+    ranks_as_data,
+    ranks_from_data,
 )
 from watchstep_services.runs.attempts import MOST_RANKS
 from watchstep_services.runs.discovery import discover
 
 
 def progress(
-    world: int, *writers: tuple[int, int], ended: tuple[int, ...] = (), watermark: int = -1
+    world: int, *ranks: tuple[int, int], ended: tuple[int, ...] = (), watermark: int = -1
 ) -> AttemptProgress:
-    """Writer i is of rank i: (last step, last heard)."""
-    held = {
-        f"node/w{rank}": WriterProgress(last, heard, (rank,)) for rank, (last, heard) in enumerate(writers)
-    }
+    """Of each rank: (last step, last heard)."""
+    held = {rank: RankProgress(last, heard) for rank, (last, heard) in enumerate(ranks)}
     return AttemptProgress(world, 100, held, frozenset(ended), watermark)
 
 
@@ -61,8 +61,8 @@ def test_a_silent_worker_is_waited_for_until_the_deadline() -> None:
 
 
 def test_progress_is_kept_as_data() -> None:
-    held = progress(2, (7, 140), (5, 100)).writers
-    assert writers_from_data(writers_as_data(held)) == held
+    held = progress(2, (7, 140), (5, 100)).ranks
+    assert ranks_from_data(ranks_as_data(held)) == held
 
 
 SEALED = (RuleConfig(rule="vanishing_gradient"),)
@@ -108,6 +108,19 @@ def test_ranks_of_one_writer_are_each_as_far_as_their_own_rows(driven: Driven) -
     assert driven.watermarks(run_id) == [(3, "passed")]
     driven.judge(run_id, of_a_node(recording, 2, (0, 10, 12), (1, 4, 8)))
     assert driven.watermarks(run_id) == [(3, "passed"), (8, "passed")]
+
+
+def test_progress_is_of_ranks_however_many_writers_they_have(driven: Driven) -> None:
+    recording, run_id = driven.begin(rules=SEALED)
+    for number in range(3):
+        key = SegmentKey(WriterId("a1", "node", f"w0-{number}"), 0, 4 * number, 4 * number + 3)
+        rows = [Row(step, LOSS, [1.0]) for step in range(key.first, key.last + 1)]
+        recording.store.put(key.path, segment.encode(block_of(rows)))
+        driven.judge(run_id, key)
+    with driven.service.database.read() as session:
+        (row,) = session.execute(select(Attempt).filter_by(run_id=run_id)).scalars()
+    assert {rank: last for rank, (last, _) in row.ranks.items()} == {"0": 11}
+    assert row.watermark == 11
 
 
 def test_a_worker_whose_announcements_are_lost_is_not_silent(driven: Driven) -> None:
@@ -165,15 +178,11 @@ def test_what_was_heard_of_very_many_ranks_is_taken_in_at_once(monkeypatch: pyte
         return dataclasses.replace(before, **changes)
 
     monkeypatch.setattr(watermarks, "replace", replaced)
-    segments = [
-        (f"node/w0/{rank % 300}", WriterProgress(rank, 50 + rank, (rank % 300,))) for rank in range(600)
-    ]
+    segments = [(rank % 300, RankProgress(rank, 50 + rank)) for rank in range(600)]
     after = progress(300).with_segments(segments)
     assert len(copies) == 1
     assert after.first_seen_ns == 50
-    assert after.writers == {
-        f"node/w0/{rank}": WriterProgress(rank + 300, rank + 350, (rank,)) for rank in range(300)
-    }
+    assert after.ranks == {rank: RankProgress(rank + 300, rank + 350) for rank in range(300)}
 
 
 def test_a_segment_of_a_rank_that_is_not_followed_counts_as_damaged(driven: Driven) -> None:

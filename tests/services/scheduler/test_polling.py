@@ -26,7 +26,7 @@ from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import ActionRow, BoundJobRow, RunRow
-from watchstep_services.db.records import add_action, hint, put_segment
+from watchstep_services.db.records import add_action, hint, put_segments
 from watchstep_services.dispatch.dispatch import due_actions
 from watchstep_services.runs import discovery as discovering
 from watchstep_services.runs.lifecycle import advance_run
@@ -132,7 +132,7 @@ def announced(driven: Driven, run_id: int, recording: Recording, seq: int) -> No
     """A segment is written, announced with a message to the workers, and judged."""
     key = recording.write(seq, 4 * seq, 4 * seq + 3)
     with driven.service.database.write() as session:
-        put_segment(session, run_id, key, read_clock(session))
+        put_segments(session, run_id, [key], read_clock(session))
         hint(session, run_id, requested=True)
     driven.settle(run_id)
 
@@ -172,7 +172,7 @@ def test_a_message_is_waited_for_before_another_is_sent(driven: Driven) -> None:
     key = driven.recording().begin().write(0, 0, 3)
     run_id = driven.register()
     with driven.service.database.write() as session:
-        put_segment(session, run_id, key, read_clock(session))
+        put_segments(session, run_id, [key], read_clock(session))
     with driven.service.database.write() as session:
         now = read_clock(session)
     set_run(driven, run_id, due_ns=1, requested_ns=now)

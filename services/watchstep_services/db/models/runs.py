@@ -106,7 +106,7 @@ class Attempt(Base):
     first_seen_ns: Mapped[int] = mapped_column(default=0)
     watermark: Mapped[int] = mapped_column(default=-1)
     largest: Mapped[int] = mapped_column(default=-1)
-    writers: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    ranks: Mapped[dict[str, Any]] = mapped_column(default=dict)
     ends: Mapped[dict[str, Any]] = mapped_column(default=dict)
     context: Mapped[list[int]] = mapped_column(default=list)
     ticks: Mapped[int] = mapped_column(default=0, server_default="0")

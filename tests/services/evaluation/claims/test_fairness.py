@@ -18,7 +18,7 @@ from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Project, RunRow
-from watchstep_services.db.records import hint, put_segment
+from watchstep_services.db.records import hint, put_segments
 from watchstep_services.runs.claim import AHEAD_NS, claim_due, claim_longest_due
 from watchstep_services.runs.registration import register
 from watchstep_services.runs.stops import request_stop
@@ -102,7 +102,7 @@ def test_a_hint_while_a_run_is_held_is_told_to_its_holder(driven: Driven) -> Non
     class Late(type(judged)):  # type: ignore[misc]
         def get(self, *asked: object) -> object:
             with driven.service.database.write() as session:
-                put_segment(session, run_id, later, 1)
+                put_segments(session, run_id, [later], 1)
                 hint(session, run_id, requested=True)
             return super().get(*asked)
 

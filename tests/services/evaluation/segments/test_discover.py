@@ -109,6 +109,34 @@ def test_a_listing_reads_so_many_ends_and_the_next_reads_on(
     assert found == [8, 16, 20]
 
 
+def test_a_listing_adds_some_attempts_and_a_run_has_so_many(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "_ATTEMPTS_AT_ONCE", 3)
+    monkeypatch.setattr(discovery, "MOST_ATTEMPTS", 7)
+    run_id = driven.register()
+    for number in range(10):
+        recording = driven.recording(attempt=f"b{number}")
+        recording.begin(started_ns=number)
+        write_ends(recording.store, f"b{number}", range(1))
+
+    def names() -> set[str]:
+        with driven.service.database.read() as session:
+            found = session.execute(select(Attempt).filter_by(run_id=run_id)).scalars()
+            return {row.attempt for row in found if row.world_size and row.ends}
+
+    for expected in (3, 6, 7, 7):
+        discover(driven.service, run_id)
+        assert len(names()) == expected
+    left = {f"b{number}" for number in range(10)} - names()
+    problems = driven.run(run_id).health["documents"]
+    assert {problems[f"attempts/{attempt}.json"] for attempt in left} == {
+        f"attempts/{attempt}.json: left out; 7 attempts of a run are supported" for attempt in left
+    }
+    driven.judge(run_id, driven.recording(attempt=min(left)).write(0, 0, 7, nan_from(4)))
+    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
+
+
 def test_ranks_beyond_those_that_are_followed_are_named_and_not_recorded(driven_sqlite: Driven) -> None:
     recording, run_id = driven_sqlite.begin()
     most = attempts.MOST_RANKS

@@ -416,7 +416,7 @@ sa.Table(
     sa.Column("first_seen_ns", sa.BigInteger, nullable=False),
     sa.Column("watermark", sa.BigInteger, nullable=False),
     sa.Column("largest", sa.BigInteger, nullable=False),
-    sa.Column("writers", sa.JSON, nullable=False),
+    sa.Column("ranks", sa.JSON, nullable=False),
     sa.Column("ends", sa.JSON, nullable=False),
     sa.Column("context", sa.JSON, nullable=False),
     sa.Column("ticks", sa.BigInteger, nullable=False, server_default="0"),
