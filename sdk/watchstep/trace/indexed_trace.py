@@ -371,6 +371,8 @@ class _Rows:
             self.phases.add(data.get("phase", ""))
             bad.append(any(output[5] for output in data["outputs"]))
             for name, writes in (("inputs", 0), ("outputs", 1)):
+                if not isinstance(data[name], list):
+                    raise TypeError(name)
                 for tensor in data[name]:
                     tensors.extend((int(tensor[0]), place, writes))
             if len(tensors) > 3 * _MAX_TENSORS:

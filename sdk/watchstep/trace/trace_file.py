@@ -343,7 +343,7 @@ def _operation(data: Any, values: _Values | _WithoutValues) -> Operation:
     outputs = []
     for place, (*tensor_data, last) in enumerate(data["outputs"]):
         if len(tensor_data) == _TENSOR_WORDS:
-            shape = tuple(map(int, tensor_data[1]))
+            shape = _integers(tensor_data[1])
             outputs.append(_tensor(tensor_data, values.read(index, place, shape, str(last))))
         else:
             outputs.append(_tensor([*tensor_data, last]))
@@ -380,7 +380,7 @@ def _tensor(data: Any, values: NDArray[Any] | None = None) -> TracedTensor:
         raise ValueError(f"checksum {str(checksum)[:40]!r}")
     return TracedTensor(
         int(number),
-        tuple(map(int, shape)),
+        _integers(shape),
         str(dtype),
         str(device),
         str(name),
@@ -389,6 +389,13 @@ def _tensor(data: Any, values: NDArray[Any] | None = None) -> TracedTensor:
         values,
         checksum,
     )
+
+
+def _integers(data: Any) -> tuple[int, ...]:
+    """The integers of a list. Of a text, each digit would be an integer, and bounds of memory count commas."""
+    if not isinstance(data, list):
+        raise TypeError(f"{type(data).__name__} in place of a list of integers")
+    return tuple(map(int, data))
 
 
 def _health(data: Any) -> TensorHealth:
@@ -401,7 +408,7 @@ def _health(data: Any) -> TensorHealth:
     counts = [value for name, value in values.items() if not _is_statistic(name) and name not in _NO_COUNTS]
     if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError("a count is no number from 0")
-    values["first_bad"] = tuple(map(int, values.get("first_bad", ())))
+    values["first_bad"] = _integers(values.get("first_bad", []))
     values["is_exact"] = bool(values.get("is_exact", True))
     return TensorHealth(**values)
 

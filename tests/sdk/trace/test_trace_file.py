@@ -113,7 +113,7 @@ def rewritten(content: bytes, path: Path, **members: Any) -> Path:
 
 def operation(**changes: Any) -> str:
     """A line about an operation without values."""
-    tensor = [0, [2], "float32", "cpu", "", None, None]
+    tensor = [0, [2], "float32", "cpu", "", None, None, None]
     data = {"index": 0, "step": 0, "name": "a", "phase": "forward", "inputs": [tensor], "outputs": [tensor]}
     return json.dumps({**data, **changes}) + "\n"
 
@@ -130,26 +130,40 @@ def operation(**changes: Any) -> str:
         {"operations.jsonl": operation()[:-1]},
         {"operations.jsonl": operation(phase="sideways")},
         {"operations.jsonl": operation(inputs=[[1, 2]])},
-        {"operations.jsonl": operation(outputs=[[0, [2], "float32", "cpu", "", "yes", None]])},
+        {"operations.jsonl": operation(outputs=[[0, [2], "float32", "cpu", "", "yes", None, None]])},
         {
             "operations.jsonl": operation(
-                outputs=[[0, [2], "float32", "cpu", "", True, {"nan": -1, "elements": 2}]]
+                outputs=[[0, [2], "float32", "cpu", "", True, {"nan": -1, "elements": 2}, None]]
             )
         },
-        {"operations.jsonl": operation(outputs=[[0, [2], "float32", "cpu", "", True, {"cause": 1}]])},
-        {"operations.jsonl": operation(outputs=[[0, [2], "float32", "cpu", "", None, None, "|O"]])},
+        {"operations.jsonl": operation(outputs=[[0, [2], "float32", "cpu", "", True, {"cause": 1}, None]])},
+        {"operations.jsonl": operation(outputs=[[0, [2], "float32", "cpu", "", None, None, None, "|O"]])},
         {
-            "operations.jsonl": operation(outputs=[[0, [2**40], "float32", "cpu", "", None, None, "<f4"]]),
+            "operations.jsonl": operation(
+                outputs=[[0, [2**40], "float32", "cpu", "", None, None, None, "<f4"]]
+            ),
             "values/0-0": b"1234",
         },
         {"operations.jsonl": operation(index=10**30)},
+        {"operations.jsonl": operation(outputs=[[0, "1" * 20, "float32", "cpu", "", None, None, None]])},
+        {"operations.jsonl": operation(inputs=[[0, "1" * 20, "float32", "cpu", "", None, None, None]])},
+        {
+            "operations.jsonl": operation(
+                outputs=[[0, [2], "float32", "cpu", "", True, {"first_bad": "111"}, None]]
+            )
+        },
         {"operations.jsonl": "[" * 100_000 + "\n"},
     ],
-    ids=map(str, range(16)),
+    ids=map(str, range(19)),
 )
-def test_hostile_members_are_refused(content: bytes, members: dict[str, Any], tmp_path: Path) -> None:
+def test_hostile_members_are_refused_and_others_are_read(
+    content: bytes, members: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(FormatError):
         read_trace(rewritten(content, tmp_path / "hostile.trace", **members))
+    assert read_trace(
+        rewritten(content, tmp_path / "b.trace", **{"operations.jsonl": operation()})
+    ).operations
 
 
 @pytest.mark.parametrize("indexes", [(0, 0), (1, 0)])

@@ -355,6 +355,12 @@ def test_a_text_in_the_place_of_a_list_is_refused(key: str) -> None:
         index_trace("t", head, LINE, lambda: None)
 
 
+def test_a_text_in_the_place_of_tensors_is_refused() -> None:
+    line = json.dumps({**json.loads(LINE), "inputs": "1" * 12}).encode() + b"\n"
+    with pytest.raises(FormatError, match="inputs"):
+        index_trace("t", HEAD, line, lambda: None)
+
+
 def test_names_of_files_that_cannot_be_encoded(traced: Api) -> None:
     head = HEAD.replace(b'"sources": {}', b'"sources": {"a\\ud800": "text"}')
     content = archive(trace_json=head, operations_jsonl=LINE)
