@@ -1,4 +1,4 @@
-"""Hooks of programs that `watchstep run` starts unmodified: one per rank and attempt on a machine, created at the first update."""
+"""Hooks of programs that `watchstep run` starts unmodified: one per rank and training on a machine, created at the first update."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from watchstep.hook import Hook
 _log = logging.getLogger("watchstep")
 
 
-def start_hook() -> Hook | None:
+def start_hook(*, again: bool = False) -> Hook | None:
     """Create the hook of this process.
+
+    Args:
+        again: for a later training of this process, which has claimed its rank.
 
     Returns:
         An open hook; None if the program records itself, or another process records this rank. Faults of the
@@ -22,7 +25,7 @@ def start_hook() -> Hook | None:
         if live():
             return None
         faults: list[OSError] = []
-        if not claim_rank(faults.append):
+        if not again and not claim_rank(faults.append):
             return None
         hook = Hook()
         for fault in faults:

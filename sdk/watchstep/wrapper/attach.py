@@ -30,11 +30,12 @@ _log = logging.getLogger("watchstep")
 _MAX_LOSSES = 8
 _MAX_MODELS = 4
 _UPDATES = 32
-"""Number of updates of the first optimizer until which another one makes its model a part of the recording. Programs that train models one after
-another, as in cross-validation, record the first."""
+"""Number of updates of the first optimizer until which another one makes its model a part of the recording."""
+_MAX_TRAININGS = 32
+"""Trainings of a process that are recorded one after another. Each start and end of a recording takes some 50 ms."""
 
 _waiting: list[Attachment] = []
-_others: list[OtherModels] = []
+_trainings: list[Trainings] = []
 
 
 class Attachment:
@@ -86,13 +87,12 @@ class Attachment:
             losses, self._losses = self._losses, []
             if get_worker_info() is not None or (hook := start_hook()) is None:
                 return None
-            hook.watch(_model_of(optimizer), optimizer)
-            if not hook._watches:  # noqa: SLF001 - as below
-                return None  # the fault is logged, and health states it
-            watch = hook._watches[0]  # noqa: SLF001 - the first watch adopts earlier losses
+            watch = _first_watch(hook, optimizer)
+            if watch is None:
+                return None
             watch.adopt_loss(losses)
-            _others.append(OtherModels(hook, optimizer))
-            self._samples.pass_to(hook._session)  # noqa: SLF001 - as above
+            _trainings.append(Trainings(hook, optimizer))
+            self._samples.pass_to(hook._session)  # noqa: SLF001 - part of the SDK
         except Exception as error:  # noqa: BLE001 - no fault may end the program
             if hook is None:
                 _log.error("watchstep: not recording: %s", error)
@@ -108,50 +108,107 @@ class Attachment:
         _waiting.clear()
 
 
-class OtherModels:
-    """Watches the models of further optimizers, such as the generator beside a discriminator, at their first updates."""
+class Trainings:
+    """Follows further optimizers of a process: those beside the first one, and those of later trainings.
+
+    The model of an optimizer that steps beside the first one, such as a generator beside a discriminator, becomes a part of the recording. A
+    training that begins when the optimizers of the last one are gone, as in cross-validation or a search of hyperparameters, is recorded as the
+    next attempt of the run.
+    """
 
     def __init__(self, hook: Hook, first: Optimizer) -> None:
-        self._hook, self._first = weakref.ref(hook), weakref.ref(first)
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet((first,))
-        self._updates = 0
+        self._number = 1
+        self._begin(hook, first)
         optimizer_steps.listen(self)
 
-    def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
-        """Watch the model of an optimizer that is new."""
-        first = self._first()
-        if first is None:  # its training is over
-            self._end()
-        elif optimizer is first:
-            self._updates += 1
-            if self._updates == _UPDATES:
-                self._end()
-        elif optimizer not in self._seen:
-            self._seen.add(optimizer)
-            self._watch(optimizer, has_closure=has_closure, is_retry=is_retry)
+    def _begin(self, hook: Hook, first: Optimizer) -> None:
+        self._hook, self._first = weakref.ref(hook), weakref.ref(first)
+        self._recorded: weakref.WeakSet[Optimizer] = weakref.WeakSet((first,))
+        self._left_out: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._updates = 0
 
-    def _watch(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
-        hook = self._hook()
-        if hook is None:
-            self._end()
-            return
-        try:
-            watches = hook._watches  # noqa: SLF001 - part of the SDK
-            parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            watched = {id(parameter) for watch in watches for parameter in watch.model.parameters()}
-            if parameters & watched or len(watches) >= _MAX_MODELS:
-                return
-            number = len(watches)
-            hook.watch(_model_of(optimizer), optimizer)
-            for watch in hook._watches[number:]:  # noqa: SLF001 - as above
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
+        """Watch the model of an optimizer that is new, in this recording or in the next one."""
+        if optimizer in self._recorded:
+            self._updates += 1
+        elif optimizer not in self._left_out:
+            watches = self._watches_of(optimizer)
+            for watch in watches:
                 watch.before_step(optimizer, has_closure=has_closure, is_retry=is_retry)
+
+    def _watches_of(self, optimizer: Optimizer) -> list[Watch]:
+        """Return the watches of a new optimizer's model that do not listen to this step yet."""
+        hook = self._hook()
+        if hook is None or hook._ending.ended:  # noqa: SLF001 - part of the SDK
+            self._end()
+            return []
+        try:
+            if self._is_of_recorded_model(hook, optimizer):
+                self._recorded.add(optimizer)
+                return []
+            if self._is_over():
+                return self._next(hook, optimizer)
+            if self._updates < _UPDATES and len(hook._watches) < _MAX_MODELS:  # noqa: SLF001 - as above
+                self._recorded.add(optimizer)
+                number = len(hook._watches)  # noqa: SLF001 - as above
+                hook.watch(_model_of(optimizer), optimizer)
+                return hook._watches[number:]  # noqa: SLF001 - as above
+            self._leave_out(hook, optimizer, "trains while the first one's model is recorded")
         except Exception as error:  # noqa: BLE001 - no fault may end the program
             hook._health.fault("attach", error)  # noqa: SLF001 - as above
+        return []
+
+    def _is_of_recorded_model(self, hook: Hook, optimizer: Optimizer) -> bool:
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        watched = {
+            id(parameter)
+            for watch in hook._watches  # noqa: SLF001 - as above
+            for parameter in watch.model.parameters()
+        }
+        return not parameters.isdisjoint(watched)
+
+    def _is_over(self) -> bool:
+        """Whether the recorded optimizers are gone. A scheduler and its optimizer refer to each other until they are collected."""
+        if self._recorded and self._number < _MAX_TRAININGS:
+            gc.collect()
+        return not self._recorded
+
+    def _next(self, hook: Hook, optimizer: Optimizer) -> list[Watch]:
+        """End the recording, and begin that of the next training."""
+        ranks = hook._identity.world_size  # noqa: SLF001 - as above
+        if ranks > 1 or self._number >= _MAX_TRAININGS:
+            limit = (
+                "with several ranks, one training is recorded"
+                if ranks > 1
+                else f"{_MAX_TRAININGS} are recorded"
+            )
+            self._leave_out(hook, optimizer, f"begins another training; {limit}")
+            return []
+        losses = hook._recorder.take_derived()  # noqa: SLF001 - as above
+        hook.close()
+        following = start_hook(again=True)
+        if following is None:
+            self._end()
+            return []
+        watch = _first_watch(following, optimizer)
+        self._number += 1
+        self._begin(following, optimizer)
+        if watch is None:
+            return []
+        following._recorder.adopt_derived(losses)  # noqa: SLF001 - as above
+        return [watch]
+
+    def _leave_out(self, hook: Hook, optimizer: Optimizer, reason: str) -> None:
+        self._left_out.add(optimizer)
+        hook._health.note(  # noqa: SLF001 - as above
+            "trainings",
+            f"a {type(optimizer).__name__} {reason}: its model is not recorded, and no stop comes from it",
+        )
 
     def _end(self) -> None:
         optimizer_steps.forget(self)
-        if self in _others:
-            _others.remove(self)
+        if self in _trainings:
+            _trainings.remove(self)
 
     def closure_done(self, optimizer: Optimizer) -> None:
         """Do nothing: the watch created at the step listens itself."""
@@ -161,6 +218,12 @@ class OtherModels:
 
     def failed(self, error: Exception) -> None:
         """Do nothing: the hook counts faults."""
+
+
+def _first_watch(hook: Hook, optimizer: Optimizer) -> Watch | None:
+    """Watch the model of a new recording; None if that failed: the fault is logged, and health states it."""
+    hook.watch(_model_of(optimizer), optimizer)
+    return hook._watches[0] if hook._watches else None  # noqa: SLF001 - part of the SDK
 
 
 def wait_for_first_step() -> None:

@@ -17,9 +17,12 @@ from tests.sdk.programs import Printed, record_program
 from tests.services.cli.command_line import run_command
 from tests.warmed import warmed
 from watchstep import Run, open_run
+from watchstep.format import documents, segment
 from watchstep.format.control import ControlDocument, StopRequest
-from watchstep.format.layout import CONTROL_DOCUMENT, LAUNCHES
+from watchstep.format.documents import EndDocument
+from watchstep.format.layout import CONTROL_DOCUMENT, LAUNCHES, SEGMENTS, SegmentKey, end_document
 from watchstep.reading.run_documents import find_runs
+from watchstep.stopping import EXIT_STOPPED
 from watchstep.store.local import MARKER
 from watchstep.store.store import Store
 
@@ -115,10 +118,93 @@ def test_models_whose_optimizers_step_beside_each_other_are_recorded(tmp_path: P
     done = record_attached(tmp_path, ADVERSARIES)
     assert done.output == warmed().run(tmp_path / "train.py", folder=Path.cwd())
     run = recorded(tmp_path)
-    assert run.collections["weights"] == ["model_2.weight", "weight"]  # none of the second training
+    assert len(run.attempts) == 2
+    assert run.collections["weights"] == ["model_2.weight", "weight"]
     assert run.tensor("weight:gradient").steps()[:3] == [0, 1, 2]
     # The step of the run ends with the first optimizer's update.
     assert run.tensor("model_2.weight:gradient").steps()[:3] == [1, 2, 3]
+
+
+TRAININGS = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+if "--few" in sys.argv:
+    from watchstep.wrapper import attach
+    attach._MAX_TRAININGS = 2
+kept = []
+def trained(bad):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)  # it and its optimizer refer to each other
+    if "--keep" in sys.argv:
+        kept.append(optimizer)
+    for step in range(40):
+        x = torch.full((8, 4), torch.nan) if step == bad else torch.randn(8, 4)
+        optimizer.zero_grad()
+        (model(x) - 1).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    return model.weight.sum().item()
+print(trained(-1), trained(-1), trained(-1 if "--healthy" in sys.argv else 20))
+"""
+
+
+def store_of_run(tmp_path: Path) -> Store:
+    return Store.open((tmp_path / "runs" / "default" / "r").as_uri())
+
+
+def ends(tmp_path: Path) -> list[EndDocument]:
+    """The end of each attempt of the run."""
+    keys = [end_document(attempt, 0) for attempt in recorded(tmp_path).attempts]
+    return [documents.decode(EndDocument, store_of_run(tmp_path).get(key), key) for key in keys]
+
+
+def steps_of(tmp_path: Path, attempt: str, name: str) -> list[int]:
+    """The steps of a tensor's rows in an attempt."""
+    store, steps = store_of_run(tmp_path), []
+    for entry in store.entries(SEGMENTS):
+        if SegmentKey.parse(entry.key).writer.attempt == attempt:
+            block = segment.decode(store.get(entry.key), entry.key)
+            steps += [
+                step
+                for step, row in zip(block.step.tolist(), range(len(block)), strict=True)
+                if block.info(row).name == name
+            ]
+    return steps
+
+
+@pytest.mark.ci
+def test_trainings_one_after_another_are_attempts_and_each_is_stopped(tmp_path: Path) -> None:
+    done = run_program(tmp_path, TRAININGS, WATCHSTEP_ON_NONFINITE="stop")
+    assert done.returncode == EXIT_STOPPED
+    first, *later = recorded(tmp_path).attempts
+    assert later == [f"{first}.2", f"{first}.3"]
+    assert [(end.state, end.last_step) for end in ends(tmp_path)] == [
+        ("completed", 39),
+        ("completed", 39),
+        ("stopped", 19),
+    ]
+    for attempt in (first, later[0]):
+        for name in ("loss", "weight:gradient"):
+            assert steps_of(tmp_path, attempt, name) == list(range(40))
+
+
+@pytest.mark.ci
+def test_many_trainings_one_after_another_change_nothing(tmp_path: Path) -> None:
+    done = run_program(tmp_path, TRAININGS, "--healthy", "--few")
+    assert done.stdout == warmed().run(tmp_path / "train.py", "--healthy", folder=Path.cwd())
+    _, last = ends(tmp_path)
+    assert "2 are recorded" in last.health["notes"]["trainings"]
+
+
+@pytest.mark.ci
+def test_a_training_beside_one_that_may_go_on_is_named_as_not_recorded(tmp_path: Path) -> None:
+    run_program(tmp_path, TRAININGS, "--keep", WATCHSTEP_ON_NONFINITE="stop")
+    (end,) = ends(tmp_path)
+    assert end.last_step == 39
+    assert "SGD trains while the first one's model is recorded" in end.health["notes"]["trainings"]
 
 
 @pytest.mark.ci

@@ -142,6 +142,10 @@ def _is_outage(error: BaseException) -> bool:
     )
 
 
+_stated: set[str] = set()
+"""Runs of which this process has stated that the service evaluates them."""
+
+
 class RunRegistration:
     """Registers a run in the background while its recording runs."""
 
@@ -448,7 +452,9 @@ class Announcer:
         if self._service.is_evaluated:
             self._is_evaluated = True
             self._health.withdraw(EVALUATION)
-            if os.environ.get(ATTEMPT):  # `watchstep run` stated that it was not yet
+            # `watchstep run` stated that it was not yet. A process that trains several models one after another states it once.
+            if os.environ.get(ATTEMPT) and run not in _stated:
+                _stated.add(run)
                 sys.stderr.write(f"watchstep: run {run}: the service evaluates it\n")
         elif now - self._announced_at >= _QUIET_SECONDS:
             self._health.note(

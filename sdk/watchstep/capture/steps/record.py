@@ -505,6 +505,10 @@ def _weighted(measurement: Measurement, weight: int) -> Measurement:
     return measurement if weight == 1 else Repeated(measurement, np.array([weight], np.int64))
 
 
+ScalarsOfStep = dict[tuple[Mode, str], _Scalar]
+"""Losses and metrics of a step, by mode and name."""
+
+
 class ScalarValues:
     """Losses and metrics recorded in the current step. Used on the training thread."""
 
@@ -512,7 +516,7 @@ class ScalarValues:
         self.onsets: LossOnsets | None = None
         """Receives each training loss in host memory."""
         self._health = health
-        self._scalars: dict[tuple[Mode, str], _Scalar] = {}
+        self._scalars: ScalarsOfStep = {}
         self._before_update: set[tuple[Mode, str]] = set()
         self._groups: dict[tuple[TensorInfo, ...], Group] = {}
         self._functions: dict[tuple[Mode, str], str] = {}
@@ -572,6 +576,17 @@ class ScalarValues:
         """Mark evaluations so far as complete, because the weights have changed."""
         if self._scalars:
             self._before_update = {key for key in self._scalars if key[0] in _EVALUATIONS}
+
+    def take_derived(self) -> ScalarsOfStep:
+        """Remove and return the values of the current step that the program did not log itself."""
+        derived = {key: scalar for key, scalar in self._scalars.items() if scalar.info.derived}
+        for key in derived:
+            del self._scalars[key]
+        return derived
+
+    def adopt(self, values: ScalarsOfStep) -> None:
+        """Add the values of a step that another recording returned by `take_derived`."""
+        self._scalars |= values
 
     def clear(self) -> None:
         """Clear the values for the next step."""

@@ -25,6 +25,7 @@ from watchstep.capture.steps.record import (
     LossOnsets,
     Probe,
     Record,
+    ScalarsOfStep,
     ScalarValues,
     join,
     scalar_info,
@@ -432,6 +433,14 @@ class Recorder:
     ) -> None:
         """Record a number that is being measured. It replaces earlier values."""
         self._scalars.add_measured(mode, name, measurement, condition, derived=derived)
+
+    def take_derived(self) -> ScalarsOfStep:
+        """Remove and return the losses that were found in the current step: they are of the next training, whose recording adopts them."""
+        return self._scalars.take_derived()
+
+    def adopt_derived(self, losses: ScalarsOfStep) -> None:
+        """Add losses that an earlier recording returned by `take_derived`."""
+        self._scalars.adopt(losses)
 
     def finish(self) -> None:
         """Mark the update of the current step as done.
