@@ -185,6 +185,10 @@ class Names:
                     named[id(parameter)] = self._parameter(path, leaf, module, order, parameter)
         return named
 
+    def has_all(self, named: Mapping[int, NamedParameter]) -> bool:
+        """Return whether these are the model's parameters by id, without the description of new ones, which takes long."""
+        return named.keys() == {id(parameter) for parameter in self.model.parameters()}
+
     def _parameter(
         self, path: str, leaf: str, module: nn.Module, order: int, parameter: nn.Parameter
     ) -> NamedParameter:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 import weakref
 from dataclasses import replace
 
@@ -31,6 +32,8 @@ _MAX_LOSSES = 8
 _MAX_MODELS = 4
 _UPDATES = 32
 """Number of updates of the first optimizer until which another one makes its model a part of the recording."""
+_PAUSE = 100
+"""Look-ups of new optimizers that begin no recording take a hundredth of the time: a program may make an optimizer for each step."""
 _MAX_TRAININGS = 32
 """Trainings of a process that are recorded one after another. Each start and end of a recording takes some 50 ms."""
 
@@ -118,6 +121,7 @@ class Trainings:
 
     def __init__(self, hook: Hook, first: Optimizer) -> None:
         self._number = 1
+        self._next_look = 0.0
         self._begin(hook, first)
         optimizer_steps.listen(self)
 
@@ -131,8 +135,13 @@ class Trainings:
         """Watch the model of an optimizer that is new, in this recording or in the next one."""
         if optimizer in self._recorded:
             self._updates += 1
-        elif optimizer not in self._left_out:
+            if self._first() is None:
+                self._let_count(optimizer)
+        elif optimizer not in self._left_out and (began := time.perf_counter()) >= self._next_look:
             watches = self._watches_of(optimizer)
+            if not watches:
+                ended = time.perf_counter()
+                self._next_look = ended + _PAUSE * (ended - began)
             for watch in watches:
                 watch.before_step(optimizer, has_closure=has_closure, is_retry=is_retry)
 
@@ -143,7 +152,7 @@ class Trainings:
             self._end()
             return []
         try:
-            if self._is_of_recorded_model(hook, optimizer):
+            if any(_updates(optimizer, watch) for watch in hook._watches):  # noqa: SLF001 - as above
                 self._recorded.add(optimizer)
                 return []
             if self._is_over():
@@ -158,14 +167,14 @@ class Trainings:
             hook._health.fault("attach", error)  # noqa: SLF001 - as above
         return []
 
-    def _is_of_recorded_model(self, hook: Hook, optimizer: Optimizer) -> bool:
-        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        watched = {
-            id(parameter)
-            for watch in hook._watches  # noqa: SLF001 - as above
-            for parameter in watch.model.parameters()
-        }
-        return not parameters.isdisjoint(watched)
+    def _let_count(self, optimizer: Optimizer) -> None:
+        """Let this optimizer count the steps of the run, because the first one is gone, as that of the inner loop of meta-learning."""
+        self._first, hook = weakref.ref(optimizer), self._hook()
+        watches = [] if hook is None else hook._watches  # noqa: SLF001 - part of the SDK
+        counting = [watch for watch in watches if _updates(optimizer, watch)]
+        if counting:
+            for watch in watches:
+                watch.counts_steps = watch is counting[0]
 
     def _is_over(self) -> bool:
         """Whether the recorded optimizers are gone. A scheduler and its optimizer refer to each other until they are collected."""
@@ -218,6 +227,12 @@ class Trainings:
 
     def failed(self, error: Exception) -> None:
         """Do nothing: the hook counts faults."""
+
+
+def _updates(optimizer: Optimizer, watch: Watch) -> bool:
+    """Whether an optimizer updates parameters of a watched model."""
+    watched = {id(parameter) for parameter in watch.model.parameters()}
+    return any(id(parameter) in watched for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _first_watch(hook: Hook, optimizer: Optimizer) -> Watch | None:

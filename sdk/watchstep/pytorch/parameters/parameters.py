@@ -204,7 +204,9 @@ class Parameters:
         cached = self._updated.get(optimizer)
         if cached is not None and cached.ids == ids:
             return cached
-        if cached is not None or any(i not in self._named for i in ids):
+        # An optimizer of another model is no reason: a program may make one for each step.
+        has_others = any(i not in self._named for i in ids) and not self._names.has_all(self._named)
+        if cached is not None or has_others:
             self._reload()  # parameters have been added or removed
         updated = self._updated[optimizer] = _updated_of(
             ids, [self._named[i] for i in ids if i in self._named], self._adaptive
