@@ -16,8 +16,8 @@ _log = logging.getLogger("watchstep")
 _MAX_KINDS = 32
 EVALUATION = "evaluation"
 """Name of the note that the service evaluates nothing of the run."""
-_LOGGED_NOTES = frozenset({"collections", EVALUATION})
-"""Notes about a faulty configuration or a missing evaluation. They are also logged, once each, because nobody looks for them in health."""
+_LOGGED_NOTES = frozenset({"collections", "trainings", EVALUATION})
+"""Notes about a faulty configuration, a model that is not recorded, or a missing evaluation. They are also logged, once each, because nobody looks for them in health."""
 
 
 class RecorderHealth:

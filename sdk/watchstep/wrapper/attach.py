@@ -24,14 +24,13 @@ from watchstep.pytorch import internals, losses
 from watchstep.pytorch.loaders.loader_samples import EarlySamples
 from watchstep.pytorch.losses import BackwardLoss
 from watchstep.pytorch.parameters import amp, optimizer_steps
+from watchstep.pytorch.parameters.updates import UPDATES_OF_OTHER
 from watchstep.pytorch.watch import Watch
 from watchstep.unattended import start_hook
 
 _log = logging.getLogger("watchstep")
 _MAX_LOSSES = 8
 _MAX_MODELS = 4
-_UPDATES = 32
-"""Number of updates of the first optimizer until which another one makes its model a part of the recording."""
 _PAUSE = 100
 """Look-ups of new optimizers that begin no recording take a hundredth of the time: a program may make an optimizer for each step."""
 _MAX_TRAININGS = 32
@@ -114,9 +113,9 @@ class Attachment:
 class Trainings:
     """Follows further optimizers of a process: those beside the first one, and those of later trainings.
 
-    The model of an optimizer that steps beside the first one, such as a generator beside a discriminator, becomes a part of the recording. A
-    training that begins when the optimizers of the last one are gone, as in cross-validation or a search of hyperparameters, is recorded as the
-    next attempt of the run.
+    The model of an optimizer that steps while the program keeps the first one, such as a generator beside a discriminator, becomes a part of the
+    recording. A training that begins when the optimizers of the last one are gone, as in cross-validation or a search of hyperparameters, is
+    recorded as the next attempt of the run.
     """
 
     def __init__(self, hook: Hook, first: Optimizer) -> None:
@@ -129,14 +128,12 @@ class Trainings:
         self._hook, self._first = weakref.ref(hook), weakref.ref(first)
         self._recorded: weakref.WeakSet[Optimizer] = weakref.WeakSet((first,))
         self._left_out: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._updates = 0
+        self._since_first = 0
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
         """Watch the model of an optimizer that is new, in this recording or in the next one."""
         if optimizer in self._recorded:
-            self._updates += 1
-            if self._first() is None:
-                self._let_count(optimizer)
+            self._count(optimizer)
         elif optimizer not in self._left_out and (began := time.perf_counter()) >= self._next_look:
             watches = self._watches_of(optimizer)
             if not watches:
@@ -157,19 +154,25 @@ class Trainings:
                 return []
             if self._is_over():
                 return self._next(hook, optimizer)
-            if self._updates < _UPDATES and len(hook._watches) < _MAX_MODELS:  # noqa: SLF001 - as above
+            if len(hook._watches) < _MAX_MODELS:  # noqa: SLF001 - as above
                 self._recorded.add(optimizer)
                 number = len(hook._watches)  # noqa: SLF001 - as above
                 hook.watch(_model_of(optimizer), optimizer)
                 return hook._watches[number:]  # noqa: SLF001 - as above
-            self._leave_out(hook, optimizer, "trains while the first one's model is recorded")
+            self._leave_out(
+                hook, optimizer, f"is of a further model; {_MAX_MODELS} are recorded beside each other"
+            )
         except Exception as error:  # noqa: BLE001 - no fault may end the program
             hook._health.fault("attach", error)  # noqa: SLF001 - as above
         return []
 
-    def _let_count(self, optimizer: Optimizer) -> None:
-        """Let this optimizer count the steps of the run, because the first one is gone, as that of the inner loop of meta-learning."""
-        self._first, hook = weakref.ref(optimizer), self._hook()
+    def _count(self, optimizer: Optimizer) -> None:
+        """Let another optimizer count the steps of the run if the first one is gone, as that of an inner loop, or steps no more."""
+        first = self._first()
+        self._since_first = 0 if optimizer is first else self._since_first + 1
+        if first is not None and self._since_first < UPDATES_OF_OTHER:
+            return
+        self._first, self._since_first, hook = weakref.ref(optimizer), 0, self._hook()
         watches = [] if hook is None else hook._watches  # noqa: SLF001 - part of the SDK
         counting = [watch for watch in watches if _updates(optimizer, watch)]
         if counting:

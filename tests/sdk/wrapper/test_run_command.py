@@ -200,11 +200,40 @@ def test_many_trainings_one_after_another_change_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.ci
-def test_a_training_beside_one_that_may_go_on_is_named_as_not_recorded(tmp_path: Path) -> None:
-    run_program(tmp_path, TRAININGS, "--keep", WATCHSTEP_ON_NONFINITE="stop")
+def test_trainings_whose_optimizers_are_kept_are_models_of_one_attempt(tmp_path: Path) -> None:
+    done = run_program(tmp_path, TRAININGS, "--keep", WATCHSTEP_ON_NONFINITE="stop")
+    assert done.returncode == EXIT_STOPPED
     (end,) = ends(tmp_path)
-    assert end.last_step == 39
-    assert "SGD trains while the first one's model is recorded" in end.health["notes"]["trainings"]
+    assert end.state == "stopped"
+    assert recorded(tmp_path).collections["weights"] == ["model_2.weight", "model_3.weight", "weight"]
+
+
+@pytest.mark.ci
+def test_steps_are_counted_by_another_optimizer_once_the_first_one_is_gone(tmp_path: Path) -> None:
+    """The inner loop of meta-learning makes an optimizer of a copy for each step."""
+    run_program(tmp_path, META_LEARNING)
+    run = recorded(tmp_path)
+    assert run.attempts == run.attempts[:1]
+    assert run.tensor("model_2.weight:gradient").steps() == list(range(1, 30))
+    (end,) = ends(tmp_path)
+    assert end.health["notes"]["trainings"].startswith("a SGD is of a further model; 4 are recorded")
+
+
+META_LEARNING = """
+import copy
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+outer = torch.optim.Adam(model.parameters())
+for _ in range(30):
+    fast = copy.deepcopy(model)
+    inner = torch.optim.SGD(fast.parameters(), lr=0.1)
+    for trained, optimizer in ((fast, inner), (model, outer)):
+        optimizer.zero_grad()
+        trained(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+"""
 
 
 @pytest.mark.ci

@@ -199,7 +199,7 @@ def _is_same(before: list[Tensor], after: list[Tensor] | None) -> bool:
 _UPDATES_OF_SAME = 3
 """Number of consecutive updates by another optimizer of the same parameters after which that optimizer counts."""
 
-_UPDATES_OF_OTHER = 200
+UPDATES_OF_OTHER = 200
 """As above, for an optimizer of other parameters: a critic may step many times between two steps of its generator."""
 
 
@@ -240,7 +240,7 @@ class CountingOptimizer:
         else:
             self._other_updates += 1
             shared = self._other_updates == _UPDATES_OF_SAME and not self._parameters.isdisjoint(parameters)
-            if shared or self._other_updates >= _UPDATES_OF_OTHER:
+            if shared or self._other_updates >= UPDATES_OF_OTHER:
                 self._replace(optimizer, parameters)
 
     def _replace(self, optimizer: Optimizer, parameters: Collection[int]) -> None:
