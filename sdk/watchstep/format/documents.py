@@ -9,6 +9,7 @@ A `Checkpoint` is reported by the program; `last_good` is the last one before a 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -87,7 +88,7 @@ def memory_needed(data: bytes) -> int:
 
 
 MAX_BYTES = 4 * 1024 * 1024
-_MAX_MEMORY = 128 * 1024 * 1024
+_MAX_MEMORY = 32 * 1024 * 1024
 _MAX_DEPTH = 64
 """Maximum nesting of lists and objects. Recorders need less than ten levels; encoders of JSON refuse or overflow at some hundreds."""
 _MEND = "rewrite it, or remove it"
@@ -269,6 +270,9 @@ def _fits(value: Any, hint: Any) -> bool:
 
 _MAX_CHECKPOINT = 64 * 1024
 _MOST_UNREADABLE = 10
+_MOST_OF_STEP = 1024
+"""Maximum number of checkpoints of a step that are read. Each rank may report one."""
+_LONGEST_PATH = 4096
 _CHECKPOINT_KEY = re.compile(
     rf"{CHECKPOINTS}(?P<attempt>[^/]+)/(?P<step>\d{{1,19}})-(?P<worker>\d{{1,9}})\.json"
 )
@@ -310,14 +314,21 @@ class Checkpoint:
         """Decode the result of `encode`.
 
         Raises:
-            FormatError: The bytes are not a checkpoint.
+            FormatError: The bytes are not the checkpoint of this key.
         """
         try:
             document = json.loads(data)
             step, worker, saved_ns = (_whole(document[name]) for name in ("step", "worker", "saved_ns"))
-            return cls(str(document["path"]), step, str(document["attempt"]), worker, saved_ns)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            checkpoint = cls(str(document["path"]), step, str(document["attempt"]), worker, saved_ns)
+            own_key = checkpoint.key
+        except (ValueError, KeyError, TypeError, RecursionError, BadNameError) as error:
             raise FormatError(f"checkpoint {key}: {error!r}", "remove the object") from error
+        if own_key != key or len(checkpoint.path) > _LONGEST_PATH:
+            raise FormatError(
+                f"checkpoint {key}: contains that of {own_key}, with a path of {len(checkpoint.path)} characters",
+                f"remove the object; paths of up to {_LONGEST_PATH} characters are read",
+            )
+        return checkpoint
 
 
 def find_checkpoints(run_store: Store) -> list[Checkpoint]:
@@ -332,16 +343,18 @@ def find_checkpoints(run_store: Store) -> list[Checkpoint]:
 def last_good(run_store: Store, before_step: int | None = None) -> Checkpoint | None:
     """Return the last checkpoint before a bad step, by default the last of all; None without one.
 
-    Only the newest steps are read: of unreadable checkpoints, those of at most ten steps. For one step, the newest attempt takes precedence.
+    Only the newest steps are read: of unreadable checkpoints, those of at most ten steps. For one step, the newest attempt takes precedence, of
+    1,024 checkpoints at most.
 
     Raises:
         StoreError: The store is unreachable.
     """
     keys = [key for key in _keys(run_store) if before_step is None or _step(key) < before_step]
     for step in sorted(set(map(_step, keys)), reverse=True)[:_MOST_UNREADABLE]:
-        checkpoints = list(_read(run_store, (key for key in keys if _step(key) == step)))
-        if checkpoints:
-            return max(checkpoints, key=lambda checkpoint: checkpoint.saved_ns)
+        of_step = itertools.islice((key for key in keys if _step(key) == step), _MOST_OF_STEP)
+        newest = max(_read(run_store, of_step), key=lambda checkpoint: checkpoint.saved_ns, default=None)
+        if newest is not None:
+            return newest
     return None
 
 

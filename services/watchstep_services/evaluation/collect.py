@@ -42,6 +42,9 @@ SLICE_SECONDS = 5.0
 LARGE_ROWS = 100_000
 """Rows after which an evaluation reads no more. If each row is a finding, this takes about 0.4 GB and ten seconds."""
 
+LARGE_WORDS = 2 * 1024 * 1024
+"""Characters of the words of tensors from which an evaluation is large: rules keep several copies of each name in their states."""
+
 SEVERAL_ROWS = 20_000
 """Rows from which an evaluation takes longer than usual."""
 
@@ -51,8 +54,8 @@ SEGMENT_ROWS = 250_000
 SEGMENT_BINS = 64 * SEGMENT_ROWS
 """Histogram bins of a segment beyond which it is evaluated without histograms: 160 MB. Recorders write some tens for each row."""
 
-WORD_BYTES = 16 * 1024 * 1024
-"""Limit of the distinct words of an attempt's tensors together (names, modules, types): 100,000 tensors with words of 160 bytes. Rule
+WORD_BYTES = 8 * 1024 * 1024
+"""Limit of the distinct words of an attempt's tensors together (names, modules, types): 100,000 tensors with words of 80 bytes. Rule
 states repeat each name several times."""
 
 _MOST_ERRORS = 3
@@ -104,6 +107,12 @@ class Collected:
     def is_large(self) -> bool:
         """Whether evaluating these rows may take much memory and time."""
         return self.rows >= LARGE_ROWS
+
+    @property
+    def has_long_words(self) -> bool:
+        """Whether the words of these tensors are many or long, as in `LARGE_WORDS`."""
+        catalogues = {id(block.catalogue): block.catalogue for _, block in self.blocks}.values()
+        return sum(len(word) for known in catalogues for info in known for word in info.words) >= LARGE_WORDS
 
     @property
     def has_several_rows(self) -> bool:

@@ -412,10 +412,12 @@ def _collect(service: Service, claim: Claim, source: RunSource) -> Collected:
 
 
 def _is_large(service: Service, claim: Claim, collected: Collected) -> bool:
-    """Whether evaluating the segments may take long: many rows, many rows for many rules, or full tensors."""
+    """Whether evaluating the segments may take long: many rows, many rows for many rules, long names, or full tensors."""
     saved = any(info.role == "saved" for _, block in collected.blocks for info in block.catalogue)
-    if collected.is_large or not (saved or collected.has_several_rows):
-        return collected.is_large
+    if collected.is_large or collected.has_long_words:
+        return True
+    if not (saved or collected.has_several_rows):
+        return False
     rows = collected.rows
     configs = [loaded.config for loaded in ticks.cached_configs(service, claim, collected.attempt)]
     if rows * len(configs) >= _LARGE_PRODUCT:

@@ -241,6 +241,32 @@ def test_the_last_good_one_was_saved_before_the_bad_step(folder_store: Store) ->
     assert len(find_checkpoints(folder_store)) == 4
 
 
+def test_of_many_checkpoints_of_a_step_some_are_read(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    get = folder_store.get
+
+    def noted(path: str, **limits: Any) -> bytes:
+        read.append(path)
+        return get(path, **limits)
+
+    monkeypatch.setattr(documents, "_MOST_OF_STEP", 5)
+    monkeypatch.setattr(folder_store, "get", noted)
+    put(folder_store, *(saved(20, worker=worker) for worker in range(9)), saved(10))
+    found = last_good(folder_store)
+    assert found is not None
+    assert found.step == 20
+    assert len(read) == 5
+
+
+@pytest.mark.parametrize("other", [saved(3), Checkpoint("p" * 5000, 2, "a1", 0, 2)])
+def test_a_checkpoint_of_another_name_or_with_a_long_path_is_none(other: Checkpoint) -> None:
+    """One object under many names would be read as many checkpoints."""
+    with pytest.raises(FormatError, match="contains that of"):
+        Checkpoint.decode(other.encode(), saved(2).key)
+
+
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"path": "x", "step": -1}', b"[" * 100_000])
 def test_what_is_no_note_is_reported(data: bytes) -> None:
     with pytest.raises(FormatError):

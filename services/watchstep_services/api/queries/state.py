@@ -86,13 +86,14 @@ _ENTRIES = 16
 
 
 _MOST_BYTES = 512 * 1024 * 1024
-"""Memory for the indexes of all opened runs: about 10,000 segments with 90 columns each."""
+"""Memory for the indexes and documents of all opened runs: about 10,000 segments with 90 columns each."""
 
 
 @dataclass
 class _Entry:
     lock: threading.Lock = field(default_factory=threading.Lock)
     run: Run | None = None
+    document_memory: int = 0
     memory: int = 0
 
 
@@ -342,17 +343,17 @@ def _acquire_all(locks: Sequence[threading.Lock], budget: ReadBudget) -> bool:
 def _opened_for(entry: _Entry, store: Store, budget: ReadBudget) -> Iterator[Run]:
     """Open the run of a reserved entry in its current state during the block."""
     try:
-        run = entry.run = _opened(store, budget) if entry.run is None else entry.run
+        run = entry.run = _opened(entry, store, budget) if entry.run is None else entry.run
         run.index.budget = budget
         run.refresh()
         yield run
     finally:
         if entry.run is not None:
             entry.run.index.budget = None
-            entry.memory = entry.run.index.memory
+            entry.memory = entry.run.index.memory + entry.document_memory
 
 
-def _opened(store: Store, budget: ReadBudget) -> Run:
+def _opened(entry: _Entry, store: Store, budget: ReadBudget) -> Run:
     try:
         data = store.get(RUN_DOCUMENT, limit=documents.MAX_BYTES)
     except NotFoundError:
@@ -360,4 +361,5 @@ def _opened(store: Store, budget: ReadBudget) -> Run:
             f"run {store.location}: nothing is recorded on the store",
             "repeat the query after the run has started",
         ) from None
+    entry.document_memory = documents.memory_needed(data)
     return Run(store, documents.decode(documents.RunDocument, data, store.location), budget)

@@ -29,6 +29,8 @@ router = APIRouter(
 
 _MAX_BATCHES = 1000
 _MAX_CHARACTERS = 300
+_MAX_ANSWER = 8_000_000
+"""Maximum of characters of all ids in an answer. A character takes up to four bytes, in several copies."""
 _MEMORY_FACTOR = 2
 """Copies of an object's bytes in memory while it is read."""
 
@@ -52,7 +54,9 @@ class StepSamples(BaseModel):
     attempt: str = Field(description="Attempt; empty: no samples are on the store.")
     step: int
     batches: list[SampleBatchOutput] = Field(description="By worker, in the order of training.")
-    more_batches: int = Field(description=f"Number of further batches; at most {_MAX_BATCHES} are returned.")
+    more_batches: int = Field(
+        description=f"Number of further batches; at most {_MAX_BATCHES} are returned, and fewer if their ids are long."
+    )
     damaged: list[str] = Field(description="Objects that could not be read.")
 
 
@@ -133,7 +137,7 @@ def _read(
 
 @dataclass
 class _Reading:
-    """Reads the samples of a step from the objects of an attempt. Batches beyond `_MAX_BATCHES` are counted, and not decoded."""
+    """Reads the samples of a step from the objects of an attempt. Batches beyond `_MAX_BATCHES` and `_MAX_ANSWER` are counted, and not decoded."""
 
     store: Store
     budget: ReadBudget
@@ -142,6 +146,7 @@ class _Reading:
     batches: list[SampleBatchOutput] = field(default_factory=list)
     more_batches: int = 0
     damaged: list[str] = field(default_factory=list)
+    characters: int = 0
 
     def read(self, keys: Sequence[SamplesKey]) -> None:
         """Read the objects."""
@@ -162,20 +167,27 @@ class _Reading:
     def _add(self, key: SamplesKey, data: bytes) -> None:
         for payload in payloads_of(data, key.path, range(self.step, self.step + 1)):
             self.budget.check()
-            if len(self.batches) >= _MAX_BATCHES:
+            if len(self.batches) >= _MAX_BATCHES or self.characters >= _MAX_ANSWER:
                 self.more_batches += 1
                 continue
             batch = decode_batch(payload, key.path, self.limit)
+            ids = [_shortened(sample) for sample in batch.ids]
+            self.characters += sum(map(_characters, ids))
             self.batches.append(
                 SampleBatchOutput(
                     worker=key.worker,
                     source=batch.source,
                     epoch=batch.epoch,
                     number=batch.number,
-                    ids=[_shortened(sample) for sample in batch.ids],
+                    ids=ids,
                     more=batch.left_out,
                 )
             )
+
+
+def _characters(sample: Any) -> int:
+    """Return the approximate length of an id in the answer."""
+    return len(sample) if isinstance(sample, str) else 20 if isinstance(sample, int) else _MAX_CHARACTERS
 
 
 def _shortened(sample: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 import threading
 from typing import Any
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 
 from tests.infra.compose import ROOT
 from tests.services.recording import Recording
+from watchstep.format.layout import RUN_DOCUMENT
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.run import Run
 from watchstep.store.store import Store
 from watchstep_rules.engine.judge import RuleHealth, RuleMemory
+from watchstep_services.api.queries import state
 from watchstep_services.api.queries.forms import _FORMULA, encode_table
 from watchstep_services.api.queries.rule_lanes import LaneRows, lanes_of
 from watchstep_services.api.queries.run_events import RunEvent, mark_of, visible_steps
@@ -61,6 +64,22 @@ def stores(folder_store: Store) -> dict[str, Store]:
     for name in names:
         Recording(folder_store, name).begin().write(0, 0, 3)
     return {name: folder_store.child(f"vision/{name}") for name in names}
+
+
+def test_documents_of_opened_runs_count_as_memory(
+    stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's document of some megabytes may take a hundred as objects."""
+    opened = OpenedRuns()
+    monkeypatch.setattr(state, "_MOST_BYTES", 100_000)
+    for name, store in stores.items():
+        content = json.loads(store.get(RUN_DOCUMENT))
+        content["config"] = {"many": [[]] * (1_000 if name == "b" else 0)}
+        store.put(RUN_DOCUMENT, json.dumps(content).encode())
+        with opened.open(store, ReadBudget(10, 100)) as run:
+            first = run
+        with opened.open(store, ReadBudget(10, 100)) as again:
+            assert (again is first) == (name != "b")
 
 
 @pytest.mark.parametrize("busy", ["a", "b", "c"])

@@ -324,6 +324,15 @@ def test_many_batches_of_many_samples(sampled: Api, folder_store: Store) -> None
     assert (answer["batches"][-1]["ids"], answer["batches"][-1]["more"]) == ([5, 6], MAX_IDS - 2)
 
 
+def test_long_ids_end_an_answer(sampled: Api, folder_store: Store) -> None:
+    """A thousand batches with a thousand ids of 300 characters would be an answer of 300 megabytes."""
+    payload = encode_batch(SampleBatch(7, tuple(f"{number:0300}" for number in range(1000))))
+    content = encode_object((number, payload) for number in range(40))
+    folder_store.put("vision/run-1/samples/a1/0/40-7-7.samples", content)
+    answer = _get(sampled, "step=7&limit=1000")[1]
+    assert (len(answer["batches"]), answer["more_batches"]) == (27, 13)
+
+
 def test_the_time_is_checked_after_each_batch(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object with many batches does not exceed the time of a query."""
     write(folder_store, "a1", 0, 10, *(SampleBatch(3, (number,)) for number in range(100)))

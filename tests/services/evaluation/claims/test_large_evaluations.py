@@ -193,6 +193,19 @@ def test_many_rows_for_many_rules_take_the_turn(
     assert driven_sqlite.evaluate(run_id).outcome == "committed"
 
 
+def test_long_names_take_the_turn(driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules keep several copies of each name in their states: some kilobytes of rows take seconds."""
+    recording, run_id = driven_sqlite.begin()
+    driven_sqlite.announce(run_id, recording.write(0, 0, 4, nan_from(0)))
+    in_turn = claimed(driven_sqlite, due_since(driven_sqlite, "vision", "other", 1.0))
+    assert take_turn(driven_sqlite.service.database, in_turn)
+    monkeypatch.setattr(collect, "LARGE_WORDS", 3000)
+    assert driven_sqlite.evaluate(run_id).outcome == "committed"
+    driven_sqlite.announce(run_id, recording.write(1, 5, 9, nan_from(0)))
+    monkeypatch.setattr(collect, "LARGE_WORDS", 30)
+    assert driven_sqlite.evaluate(run_id).outcome == "idle"
+
+
 class KilledError(BaseException):
     """The process is gone: nothing that handles errors may catch it."""
 
