@@ -69,8 +69,8 @@ from watchstep_services.service.rule_time import RETRY_SECONDS, charged
 
 _RETRY_SECONDS = 5.0
 _NEVER = 1 << 62
-_LARGE_PRODUCT = 3_000_000
-"""Rows times rules from which an evaluation may take some seconds: 100,000 rows for the default rules."""
+_LARGE_PRODUCT = 700_000
+"""Rows times rules from which an evaluation may take a second: 25,000 rows for the default rules. Several beside each other delay urgent ones."""
 
 _MOST_FAILED = 20
 """Limit of failed attempts in a run's health."""
