@@ -79,6 +79,9 @@ class TapeUpdates:
             self._sets = {other: entry for other, entry in self._sets.items() if entry.exists()}
             if len(self._sets) >= _MAX_SOURCES:
                 self._graphs.count("unobserved_optimizers")
+                self._graphs.note(
+                    f"updates of more than {_MAX_SOURCES} sets of variables are not recorded, and no stop comes from them"
+                )
                 return
             source = self._sets[key] = _VariableSet(result.variables)
         self._graphs.add(

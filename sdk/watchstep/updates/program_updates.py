@@ -107,6 +107,10 @@ class ProgramUpdates:
             self._make_place()
             if len(self._recorded) >= _MAX_RECORDERS:
                 self.session.health.count("unobserved_optimizers")
+                self.session.health.note(
+                    "trainings",
+                    f"updates of more than {_MAX_RECORDERS} optimizers are not recorded, and no stop comes from them",
+                )
                 return None
             recorder = UpdateRecorder(self.session, (), on_nonfinite=self.on_nonfinite, counts_steps=False)
             recorded = self._recorded[id(source)] = _Recorded(weakref.ref(source), recorder)
