@@ -11,11 +11,11 @@ from watchstep.hook import Hook
 _log = logging.getLogger("watchstep")
 
 
-def start_hook(*, again: bool = False) -> Hook | None:
+def start_hook(*, later_from: int | None = None) -> Hook | None:
     """Create the hook of this process.
 
     Args:
-        again: for a later training of this process, which has claimed its rank.
+        later_from: the first step of a later training of this process, which has claimed its rank.
 
     Returns:
         An open hook; None if the program records itself, or another process records this rank. Faults of the
@@ -25,9 +25,9 @@ def start_hook(*, again: bool = False) -> Hook | None:
         if live():
             return None
         faults: list[OSError] = []
-        if not again and not claim_rank(faults.append):
+        if later_from is None and not claim_rank(faults.append):
             return None
-        hook = Hook()
+        hook = Hook(first_step=later_from)
         for fault in faults:
             hook._health.fault("claim", fault)  # noqa: SLF001 - part of the hook's own package
     except Exception as error:  # noqa: BLE001 - no fault may end the program

@@ -14,6 +14,7 @@ import time
 import weakref
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
@@ -89,7 +90,7 @@ class Attachment:
             losses, self._losses = self._losses, []
             if get_worker_info() is not None or (hook := start_hook()) is None:
                 return None
-            watch = _first_watch(hook, optimizer)
+            watch = _first_watch(hook, _model_of(optimizer), optimizer)
             if watch is None:
                 return None
             watch.adopt_loss(losses)
@@ -196,13 +197,16 @@ class Trainings:
             )
             self._leave_out(hook, optimizer, f"begins another training; {limit}")
             return []
+        model, earlier = _model_of(optimizer), hook._watches[0].model  # noqa: SLF001 - as above
+        # With the weights of the last training this is a resume, whose steps follow.
+        first_step = hook._recorder.last_finished + 1 if _has_weights_of(model, earlier) else 0  # noqa: SLF001 - as above
         losses = hook._recorder.take_derived()  # noqa: SLF001 - as above
         hook.close()
-        following = start_hook(again=True)
+        following = start_hook(later_from=first_step)
         if following is None:
             self._end()
             return []
-        watch = _first_watch(following, optimizer)
+        watch = _first_watch(following, model, optimizer)
         self._number += 1
         self._begin(following, optimizer)
         if watch is None:
@@ -238,9 +242,18 @@ def _updates(optimizer: Optimizer, watch: Watch) -> bool:
     return any(id(parameter) in watched for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _first_watch(hook: Hook, optimizer: Optimizer) -> Watch | None:
+def _has_weights_of(model: nn.Module, other: nn.Module) -> bool:
+    """Whether all parameters of two models are equal, in their order."""
+    own, others = (list(each.parameters()) for each in (model, other))
+    return len(own) == len(others) and all(
+        mine.shape == theirs.shape and mine.device == theirs.device and torch.equal(mine, theirs)
+        for mine, theirs in zip(own, others, strict=True)
+    )
+
+
+def _first_watch(hook: Hook, model: nn.Module, optimizer: Optimizer) -> Watch | None:
     """Watch the model of a new recording; None if that failed: the fault is logged, and health states it."""
-    hook.watch(_model_of(optimizer), optimizer)
+    hook.watch(model, optimizer)
     return hook._watches[0] if hook._watches else None  # noqa: SLF001 - part of the SDK
 
 

@@ -185,7 +185,9 @@ def private_names(source: str) -> list[str]:
 
 
 PRIVATE = {place.rpartition(".")[2] for place in internals.INTERNALS if "._" in place}
-OF_ITS_OWN = {"_replace", "_asdict", "_watches", "_session", "_health", "_fused_dropout"}
+OF_ITS_OWN = {
+    "_replace", "_asdict", "_watches", "_session", "_health", "_identity", "_ending", "_recorder", "_fused_dropout",
+}  # fmt: skip
 """Private names of Watchstep and of named tuples."""
 
 

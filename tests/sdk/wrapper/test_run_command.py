@@ -191,6 +191,31 @@ def test_trainings_one_after_another_are_attempts_and_each_is_stopped(tmp_path: 
             assert steps_of(tmp_path, attempt, name) == list(range(40))
 
 
+RESUMED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+saved = None
+for part in range(2):
+    model = nn.Linear(4, 1)
+    if saved:
+        model.load_state_dict(saved)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    saved = model.state_dict()
+"""
+
+
+@pytest.mark.ci
+def test_steps_of_a_resume_in_the_same_process_follow_those_before(tmp_path: Path) -> None:
+    run_program(tmp_path, RESUMED)
+    assert recorded(tmp_path).tensor("weight:gradient").steps() == list(range(20))
+    assert [end.last_step for end in ends(tmp_path)] == [9, 19]
+
+
 @pytest.mark.ci
 def test_many_trainings_one_after_another_change_nothing(tmp_path: Path) -> None:
     done = run_program(tmp_path, TRAININGS, "--healthy", "--few")
