@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-Phase = Literal["forward", "backward", "recomputation", "optimizer", "eager", "graph"]
-"""When an operation ran. ``recomputation`` is a forward pass that runs again within a backward pass (activation checkpointing). ``eager`` and
-``graph`` are those of a program that executes graphs (TensorFlow)."""
+Phase = Literal["forward", "backward", "recomputation", "gradients", "optimizer", "eager", "graph"]
+"""When an operation ran. ``recomputation`` is a forward pass that runs again within a backward pass (activation checkpointing). ``gradients`` is what
+the program computes of gradients after their backward pass, such as clipping, or an update without an optimizer. ``eager`` and ``graph`` are those of
+a program that executes graphs (TensorFlow)."""
 
 COLLECTIVES = ("c10d.", "_c10d_functional.")
 """Beginnings of the names of operations between ranks, which may still be running when they are observed."""

@@ -136,7 +136,27 @@ class _Search:
                         self._first_changes.setdefault(output.id, place)
                     if output.nonfinite:
                         self._bad_writers.setdefault(output.id, []).append(place)
+        self._states = self._bad_states()
         self._infinities: dict[int, _Infinity] = {}
+
+    def _bad_states(self) -> dict[int, tuple[Operation, TracedTensor]]:
+        """Return state of optimizers that was bad before their steps and what they made of it, by id, with its first reader: that arithmetic is not checked."""
+        states: dict[int, tuple[Operation, TracedTensor]] = {}
+        for place, operation in enumerate(self.operations):
+            if operation.phase != "optimizer":
+                continue
+            for tensor in operation.inputs:
+                if tensor.nonfinite and self._writer_place(tensor.id, place) is None:
+                    states.setdefault(tensor.id, (operation, tensor))
+            count = len(operation.outputs)
+            for position, output in enumerate(operation.outputs):
+                # Operations on lists read one tensor of each list for each output.
+                is_list = count > 1 and len(operation.inputs) % count == 0
+                read = operation.inputs[position::count] if is_list else operation.inputs
+                source = next((states[tensor.id] for tensor in read if tensor.id in states), None)
+                if source is not None:
+                    states.setdefault(output.id, source)
+        return states
 
     def damages(self, losses: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, str]]]:
         """Yield what was damaged, of one kind after the other, with the places of operations that show it. Most important first."""
@@ -194,7 +214,8 @@ class _Search:
                 examined += 1
                 writer = self._bad_writer_place(culprit.id, place)
                 if writer is None:
-                    reader, tensor = self._first_readers.get(culprit.id, (operation, culprit))
+                    readers = self._first_readers.get(culprit.id) or self._states.get(culprit.id)
+                    reader, tensor = readers or (operation, culprit)
                     yield BadOrigin("tensor", reader, tensor, reaches)
                 else:
                     waiting.append((writer, reaches))
@@ -256,7 +277,9 @@ class _Search:
         bad = []
         written = {output.id for output in operation.outputs}
         for tensor in operation.inputs:
-            if operation.phase == "optimizer" and self._was_read_bad(tensor, place):
+            if operation.phase == "optimizer" and (
+                tensor.id in self._states or self._was_read_bad(tensor, place)
+            ):
                 is_bad = True
             elif tensor.health is not None and (tensor.id not in written or operation.is_view):
                 is_bad = not tensor.health.is_finite

@@ -26,6 +26,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -350,11 +352,20 @@ class _EagerStance:
 _eager = _EagerStance()
 
 
+_AUTOGRAD = tuple(str(Path(torch.autograd.__file__).with_name(name)) for name in ("graph.py", "__init__.py"))
+
+
+def _is_engine(frame: FrameType | None) -> bool:
+    """Whether autograd's engine runs an operation by itself, and no hook or function of the program. It runs in threads without Python, too."""
+    return frame is None or frame.f_code.co_filename in _AUTOGRAD
+
+
 class _NamedTensors:
     """Names of parameters, buffers and the model's arguments by their memory."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.parameters: dict[int, str] = {}
+        self._models: list[weakref.ref[nn.Module]] = []
         self.by_storage: dict[int, str] = {}
         self.arguments = 0  # number of those that are no parameters or buffers
         # A weak reference keeps the address, and not the memory, so that no address is used again within the step.
@@ -364,11 +375,19 @@ class _NamedTensors:
 
     def add_model(self, model: nn.Module) -> None:
         """Name the parameters and buffers of a model."""
+        self._models.append(weakref.ref(model))
         for name, parameter in model.named_parameters():
             self.parameters[id(parameter)] = name
             self._add(name, parameter)
         for name, buffer in model.named_buffers():
             self._add(name, buffer)
+
+    def current(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the parameters and buffers that the models have now, with their names."""
+        for reference in self._models:
+            if (model := reference()) is not None:
+                yield from model.named_parameters()
+                yield from model.named_buffers()
 
     def _add(self, name: str, tensor: Tensor) -> None:
         key = _storage_key(tensor)
@@ -614,14 +633,14 @@ class _TensorTable:
 
 
 class _RunningModules(threading.local):
-    """Paths of the modules whose forward passes run in this thread, the innermost last; and whether what an operation changes was not finite.
+    """Paths of the modules whose forward passes run in this thread, the innermost last; and the health of what an operation changes before it.
 
     On a device, where that is read later, its extremes.
     """
 
     def __init__(self) -> None:
         self.paths: list[str] = []
-        self.before: dict[int, bool] = {}
+        self.before: dict[int, TensorHealth] = {}
         self.extremes: dict[int, Tensor] = {}
 
 
@@ -665,14 +684,19 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
             int, tuple[Tensor, int, int]
         ] = {}  # id → parameter, place of its last writer, place of its output
         self._flags: dict[int, bool | None] = {}  # id → whether the last checked values are not finite
+        self._bad: set[int] = set()  # ids of memory that may have values that are not finite
+        self._states: dict[
+            int, tuple[str, bool | Tensor | None]
+        ] = {}  # id → name of an optimizer's state, and whether it is not finite when its step begins; on a device, its extremes
+        self._of_gradients: set[int] = set()  # ids of gradients, and of what the program computes of them
         self._summed: set[int] = set()  # ids whose checksum is recorded where they were written or first read
         self._last_sequence = internals.sequence_number.value()
         self._forward_of: dict[int, int] = {}  # autograd's sequence number → place in records
         self._ids: dict[int, int] = {}
         self._id_names: dict[int, str] = {}
+        self._state_names: dict[int, str] = {}  # as above, of the optimizer's state
         self._next_id = 0
         self._was_backward = False
-        self._runs_python_backward = False
         self._storages: dict[int, Any] = {}  # keeps the addresses of freed memory from being used again
         self._matches_operation = re.compile(config.operations).match if config.operations else None
         self._matches_module = re.compile(config.modules).match if config.modules else None
@@ -752,6 +776,42 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
             if key in self._ids:
                 self._id_names.setdefault(self._ids[key], name)
 
+    def _name_current(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Name the memory that parameters, buffers and gradients have now: the program may have replaced it, or written to it."""
+        gradients: dict[int, list[tuple[str, torch.Size]]] = {}
+        for name, tensor in tensors:
+            if (number := self._id_of_written(tensor)) is not None:
+                self._id_names.setdefault(number, name)
+            gradient = tensor.grad if tensor.is_leaf else None
+            if gradient is not None and (number := self._id_of_written(gradient)) is not None:
+                gradients.setdefault(number, []).append((f"{name}:gradient", gradient.shape))
+        for record in reversed(self._records):
+            if not gradients:
+                break
+            if record.phase == "optimizer" or (record.schema.is_view and not record.names):
+                continue
+            for position in range(record.outputs):
+                entry = record.first_output + position
+                number, shape = self._tensors.ids[entry], self._tensors.shapes[entry]
+                if (named := gradients.get(number)) is None:
+                    continue
+                # Gradients may be parts of one memory.
+                choice = next((each for each in named if each[1] == shape), named[0])
+                is_named = record.names is not None and position in record.names
+                if not is_named:
+                    record.names = {**(record.names or {}), position: choice[0]}
+                # What was written before the gradient was accumulated, or written as a whole, is no part of it.
+                if is_named or shape.numel() >= choice[1].numel():
+                    named.remove(choice)
+                    if not named:
+                        del gradients[number]
+
+    def _id_of_written(self, tensor: Tensor) -> int | None:
+        """Return the id of a tensor's memory; None if no operation of the step wrote it."""
+        key = _storage_key(tensor)
+        number = self._ids.get(key) if key is not None else None
+        return number if number in self._flags else None
+
     def _name_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         limit = _MAX_NAMED if torch.is_grad_enabled() else _MAX_NAMED_WITHOUT_GRADIENTS
         if self._is_stopped or self._names.arguments >= limit:
@@ -802,10 +862,40 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
         """Handle the start of an optimizer's step."""
         if self._is_stopped:
             return
+        try:
+            with self._lock:
+                self._examine_optimizer(optimizer)
+        except Exception as fault:  # noqa: BLE001 - the recorder's faults never reach training
+            self.notes.append(f"gradients: not named: {type(fault).__name__}: {fault}")
         self._optimizers += 1
         if type(optimizer).__module__.startswith("torch."):
             # All frames within it are hidden, so its operations have one stack.
             self._optimizer_stack = self._stacks.current(sys._getframe(1))  # noqa: SLF001 - the documented way to a frame
+
+    def _examine_optimizer(self, optimizer: Any) -> None:
+        """Name what an optimizer is about to read, and check its state: its arithmetic is not checked, so that bad values cannot be found later."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        names = self._names.parameters
+        named = [(names[id(each)], each) for each in parameters if id(each) in names]
+        self._name_current(named)
+        if not self._mode.has_health:
+            return
+        self._is_checking = True
+        try:
+            for name, parameter in named:
+                state = optimizer.state.get(parameter)
+                for kind, tensor in state.items() if isinstance(state, Mapping) else ():
+                    key = _storage_key(tensor) if isinstance(tensor, Tensor) and tensor.dim() else None
+                    if key is None or not is_checkable(tensor):
+                        continue
+                    number = self._id_of_input(key)
+                    if number not in self._flags:
+                        self._states[number] = (
+                            f"{name}:{kind}",
+                            self._is_bad_on_host(tensor) if is_on_host(tensor) else extremes(tensor),
+                        )
+        finally:
+            self._is_checking = False
 
     def optimizer_ends(self, *_: Any) -> None:
         """Handle the end of an optimizer's step."""
@@ -832,7 +922,7 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
             or internals.schema_of(func) is None
         ):
             return func(*args, **named)
-        self._running.before = self._flags_before(func, args, named)
+        self._running.before = self._health_before(func, args, named)
         try:
             result = func(*args, **named)
         except Exception as error:
@@ -841,8 +931,10 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
         self._observe(func, args, named, result, None)
         return result
 
-    def _flags_before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, bool]:
-        """Return whether tensors that an operation is about to change are not finite, by id, if nothing in the step wrote them before.
+    def _health_before(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[int, TensorHealth]:
+        """Return the health of tensors that an operation is about to change, by id, unless they are finite because of what the step wrote to them.
 
         Afterwards it is too late: what they contain then, the operation wrote.
         """
@@ -851,12 +943,13 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
         changes = schema.written or schema.written_names or schema.changes_statistics
         if not changes or self._optimizers or not self._mode.has_health:
             return {}
-        flags: dict[int, bool] = {}
+        before: dict[int, TensorHealth] = {}
         try:
             for tensor in _changed(schema, args, kwargs):
                 key = _storage_key(tensor)
                 number = self._ids.get(key) if key is not None else None
-                if (number is not None and number in self._flags) or not is_checkable(tensor):
+                is_known = number is not None and number in self._flags and number not in self._bad
+                if is_known or not is_checkable(tensor):
                     continue
                 self._is_checking = True
                 if not is_on_host(tensor):
@@ -865,12 +958,12 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
                 else:
                     health = health_of(tensor, counts=False)
                     if health is not None:
-                        flags[id(tensor)] = not health.is_finite
+                        before[id(tensor)] = health
         except Exception as fault:  # noqa: BLE001 - the recorder's faults never reach training
             self.notes.append(f"{func}: not checked: {type(fault).__name__}: {fault}")
         finally:
             self._is_checking = False
-        return flags
+        return before
 
     def _observe(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, error: Exception | None
@@ -890,7 +983,8 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
             schema = _schemas[func] = _Schema.of(func)
         if schema.is_ignored:
             return
-        phase, module, node, forward, gradient = self._where()
+        frame = sys._getframe(2).f_back  # noqa: SLF001 - the documented way to a frame
+        phase, module, node, forward, gradient = self._where(frame)
         index = self.next_index
         self.next_index += 1
         written = _written(schema, args, kwargs, result)
@@ -903,14 +997,10 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
         place = len(self._records)
         table, first = self._tensors, len(self._tensors.ids)
         keys = [_storage_key(tensor) for tensor in read]
-        for tensor, key in zip(read, keys, strict=True):
-            number = self._id_of_input(key)
-            table.add(number, tensor)
-            if self._running.before and id(tensor) in self._running.before:
-                table.flags[-1] = self._running.before[id(tensor)]
-            if number in self._id_names and number not in self._flags:
-                self._check_on_device(number, tensor, len(table.ids) - 1)
+        finite_before = self._add_read(read, keys, phase)
         first_output = first + len(read)
+        if phase == "forward" and not module and self._computes_of_gradients(read, table.ids[first:]):
+            phase = "gradients"
         is_bad = False
         for position, tensor in enumerate(written):
             key = _storage_key(tensor)
@@ -929,6 +1019,9 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
                 )
             table.flags[-1] = flag
             is_bad = is_bad or flag is True
+            self._note_memory(number, tensor, flag)
+            if gradient or (phase == "gradients" and number not in self._id_names):
+                self._of_gradients.add(number)
         record = _Raw(
             index,
             schema,
@@ -936,7 +1029,7 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
             module,
             node,
             forward,
-            self._stack(phase, forward),
+            self._stack(phase, forward, frame),
             first,
             len(read),
             len(written),
@@ -945,10 +1038,7 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
             dict.fromkeys(range(len(written)), gradient) if gradient else None,
         )
         if is_bad or error is not None:
-            record.input_health = [
-                None if self._running.before.get(id(tensor)) is False else health_of(tensor)
-                for tensor in read
-            ]
+            self._add_inputs(record, read, finite_before)
         if is_bad or (self._mode.has_health and self._mode is not TraceMode.CURT_HEALTH):
             self._add_details(record, written)
         if self._config.checksums:
@@ -957,6 +1047,60 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
         self._records.append(record)
         self._note_phase(phase, place)
         self.bytes += _OPERATION_BYTES + _TENSOR_BYTES * (len(read) + len(written))
+
+    def _add_read(self, read: list[Tensor], keys: list[int | None], phase: Phase) -> list[bool]:
+        """Add inputs to the table. Returns for each whether its memory is finite because of what the step wrote to it before."""
+        table, before = self._tensors, self._running.before
+        finite_before = []
+        for tensor, key in zip(read, keys, strict=True):
+            number = self._id_of_input(key)
+            table.add(number, tensor)
+            if before and id(tensor) in before:
+                table.flags[-1] = not before[id(tensor)].is_finite
+            if phase == "optimizer" and number in self._states:
+                self._note_state(number, len(table.ids) - 1)
+            finite_before.append(self._flags.get(number) is False and number not in self._bad)
+            if number in self._id_names and number not in self._flags:
+                self._check_on_device(number, tensor, len(table.ids) - 1)
+        return finite_before
+
+    def _note_state(self, number: int, entry: int) -> None:
+        """Note what is known of an optimizer's state where it is first read."""
+        name, is_bad = self._states.pop(number)
+        self._state_names[number] = name
+        if isinstance(is_bad, Tensor):
+            self._pending.append((entry, is_bad))
+        else:
+            self._tensors.flags[entry] = is_bad
+
+    def _computes_of_gradients(self, read: list[Tensor], ids: list[int]) -> bool:
+        """Whether an operation outside of modules computes something of gradients that is no part of a loss."""
+        if self._of_gradients.isdisjoint(ids):
+            return False
+        return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read))
+
+    def _note_memory(self, number: int, tensor: Tensor, flag: bool | None) -> None:
+        """Note whether memory has values that are not finite, after a part of it was written."""
+        if flag:
+            self._bad.add(number)
+        elif flag is False and number in self._bad:
+            is_whole = tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
+            self._bad.difference_update((number,) if is_whole else ())
+
+    def _add_inputs(self, record: _Raw, read: list[Tensor], finite_before: list[bool]) -> None:
+        """Count the elements of inputs; of those that the operation has changed only what is known from before."""
+        table = self._tensors
+        outputs = table.ids[record.first_output : record.first_output + record.outputs]
+        changed = set() if record.schema.is_view else set(outputs)
+        record.input_health = []
+        for position, tensor in enumerate(read):
+            entry = record.first + position
+            health = self._running.before.get(id(tensor))
+            if health is None and table.ids[entry] not in changed:
+                health = health_of(tensor)
+            elif finite_before[position]:
+                table.flags[entry] = False
+            record.input_health.append(None if table.flags[entry] is False else health)
 
     def _note_phase(self, phase: Phase, place: int) -> None:
         """Find the losses, and attribute backward functions to forward operations."""
@@ -979,11 +1123,14 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
             return True
         return self.bytes > self._config.ring_bytes
 
-    def _where(self) -> tuple[Phase, str, str, int | None, str]:
-        """Phase, module, backward function, place of its forward operation, and the name of a gradient that is being accumulated."""
+    def _where(self, frame: FrameType | None) -> tuple[Phase, str, str, int | None, str]:
+        """Phase, module, backward function, place of its forward operation, and the name of a gradient that is being accumulated.
+
+        Args:
+            frame: What called the operation.
+        """
         node = internals.current_node.value()
         module = self._running.paths[-1] if self._running.paths else ""
-        self._runs_python_backward = isinstance(node, internals.python_backward.value)
         if node is None:
             # A closure runs with gradients within an optimizer's step; the optimizer's own arithmetic runs without.
             is_update = self._optimizers > 0 and not torch.is_grad_enabled()
@@ -993,10 +1140,14 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
         name = str(node.name())
         if name.endswith("AccumulateGrad"):
             parameter = self._names.parameters.get(id(getattr(node, "variable", None)), "")
-            gradient = parameter and f"{parameter}:gradient"
+            # A hook may compute other things of the gradient.
+            gradient = f"{parameter}:gradient" if parameter and _is_engine(frame) else ""
             return "backward", parameter.rpartition(".")[0], "AccumulateGrad", None, gradient
         forward = self._forward_of.get(internals.number_of(node))
-        return "backward", "" if forward is None else self._records[forward].module, name, forward, ""
+        module = "" if forward is None else self._records[forward].module
+        if not _is_engine(frame) and not isinstance(node, internals.python_backward.value):
+            forward = None  # a hook computes no gradient of the forward operation
+        return "backward", module, name, forward, ""
 
     def _note_sequence(self, place: int) -> None:
         """Attribute the backward functions that were created since the last operation to this one."""
@@ -1022,12 +1173,12 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
             self._ids[key] = number
         return number
 
-    def _stack(self, phase: Phase, forward: int | None) -> int:
-        if forward is not None and not self._runs_python_backward:
+    def _stack(self, phase: Phase, forward: int | None, frame: FrameType | None) -> int:
+        if forward is not None and _is_engine(frame):
             return self._records[forward].stack
         if phase == "optimizer" and self._optimizer_stack is not None:
             return self._optimizer_stack
-        return self._stacks.current(sys._getframe(4))  # noqa: SLF001 - as above
+        return self._stacks.current(frame)
 
     def _check_updates(self) -> None:
         """Check each parameter once after its optimizer's step: the arithmetic before it is several times as large."""
@@ -1060,6 +1211,9 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
         if not is_on_host(tensor):
             self._pending.append((entry, extremes(tensor)))
             return None
+        return self._is_bad_on_host(tensor)
+
+    def _is_bad_on_host(self, tensor: Tensor) -> bool | None:
         memory = host_memory(tensor) if self._native is not None else None
         if memory is not None and self._native is not None:
             return self._native.is_nonfinite(memory)
@@ -1166,7 +1320,7 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
             tuple(table.shapes[entry]),
             _name_of(table.dtypes[entry]),
             str(table.devices[entry]),
-            name if name is not None else self._id_names.get(number, ""),
+            name if name is not None else self._id_names.get(number) or self._state_names.get(number, ""),
             not health.is_finite if flag is None and health is not None else flag,
             health or self._late_health.get(entry),
             values,
@@ -1189,8 +1343,13 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
         """Read the results of devices, and release what is needed only while the step runs."""
         if self._optimizers:  # the step ends within that of its optimizer
             self.optimizer_ends()
+        try:
+            self._name_current(self._names.current())
+        except Exception as fault:  # noqa: BLE001 - the recorder's faults never reach training
+            self.notes.append(f"gradients: not named: {type(fault).__name__}: {fault}")
         self._ids, self._storages = {}, {}
         self._forward_of, self._flags, self._updated = {}, {}, {}
+        self._bad, self._of_gradients, self._states = set(), set(), {}
         self._names = _NamedTensors(None)
         by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for entry in self._pending:

@@ -94,6 +94,7 @@ def recorded(
     loss: Callable[[Any, Any], Any] = squared,
     *,
     change: Callable[[Any], object] = lambda _model: None,
+    kind: str = "SGD",
     redact: tuple[str, ...] = (),
     is_requested: bool = False,
 ) -> Bundle:
@@ -105,12 +106,13 @@ def recorded(
         batch: Its batch.
         loss: The loss of the batch.
         change: Changes the model between the backward pass and the update.
+        kind: Class of the optimizer.
         redact: Values that the bundle lacks.
         is_requested: Whether the program requests the bundle; else the step fails.
     """
     import torch
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
     config = CaptureConfig(bundles=Bundles(redact=redact))
     with Hook(folder, config=config, on_nonfinite="skip") as hook:
         hook.watch(model, optimizer)
@@ -162,6 +164,39 @@ def test_a_parameter_that_the_bundle_lacks_is_traced_from_its_first_value(tmp_pa
     )
     assert "first bad operation: aten.reciprocal.default" in text
     assert "was not finite before the step" not in text
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SGD", ""])
+def test_what_changes_gradients_before_the_update_is_named(tmp_path: Path, kind: str) -> None:
+    import torch
+
+    from watchstep import ReplayStep
+    from watchstep.replay import render_replay, replay
+
+    def normalize(model: Any) -> None:
+        norm = torch.sqrt(sum(parameter.grad.square().sum() for parameter in model.parameters()))
+        for parameter in model.parameters():
+            parameter.grad.div_(norm)
+
+    def zero(model: Any, batch: Any) -> Any:
+        return 0 * squared(model, batch)
+
+    def optimizer(model: Any) -> Any:
+        return getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+
+    bundle = recorded(tmp_path, linear(), inputs(), zero, change=normalize, kind=kind or "SGD")
+    step = ReplayStep(linear(), zero, before_update=normalize, optimizer=optimizer if kind else None)
+    result = replay(bundle, step)
+    assert result.is_reproduced
+    assert result.diagnosis is not None
+    first = result.diagnosis.first
+    assert first is not None
+    assert (first.operation.name, first.operation.phase) == ("aten.div_.Tensor", "gradients")
+    assert first.reaches.startswith("gradient of ")
+    assert result.diagnosis.contained == ()
+    text = render_replay(result)
+    assert "parameter.grad.div_(norm)" in text
+    assert "input 0: float32 1x2: finite\n" in text
 
 
 def test_a_computation_that_differs_from_the_compared_one_has_no_diagnosis(tmp_path: Path) -> None:

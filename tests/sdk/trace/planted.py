@@ -254,6 +254,156 @@ def module_with_a_dict_output() -> Planted:
     return Planted(model, step, "aten.rsqrt.default", "encoder", Pair)
 
 
+Change = Callable[[nn.Module], None]
+
+
+def changing(change: Change) -> tuple[nn.Module, Callable[[], None]]:
+    """A model, and a step whose program changes something between the backward pass and the update of Adam."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).square().mean().backward()
+        change(model)
+        optimizer.step()
+
+    return model, step
+
+
+def gradients_divided_by_a_zero_norm() -> Planted:
+    def normalize(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            assert gradient is not None
+            gradient.zero_()
+            gradient.div_(gradient.norm())  # planted
+
+    model, step = changing(normalize)
+    return Planted(model, step, "aten.div_.Tensor", "", normalize, phase="gradients")
+
+
+def gradients_replaced_by_bad_ones() -> Planted:
+    def replace(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * 1e30 * 1e30  # planted
+
+    model, step = changing(replace)
+    return Planted(model, step, "aten.mul.Tensor", "", replace, phase="gradients")
+
+
+def part_of_a_gradient_divided_by_zero() -> Planted:
+    def divide(model: nn.Module) -> None:
+        gradient = model.get_parameter("0.weight").grad
+        assert gradient is not None
+        gradient[1].div_(0.0)  # planted
+        gradient[2].zero_()
+
+    model, step = changing(divide)
+    return Planted(model, step, "aten.div_.Tensor", "", divide, phase="gradients")
+
+
+def clipping_to_an_infinite_norm() -> Planted:
+    def clip(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1e25)
+        nn.utils.clip_grad_norm_(model.parameters(), float("inf"))  # planted
+
+    model, step = changing(clip)
+    return Planted(model, step, "aten.mul.Tensor", "", clip, phase="gradients")
+
+
+def weight_divided_by_its_norm_before_the_update() -> Planted:
+    def normalize(model: nn.Module) -> None:
+        weight = model.get_parameter("0.weight").detach().zero_()
+        weight.div_(weight.norm())  # planted
+
+    model, step = changing(normalize)
+    return Planted(model, step, "aten.div_.Tensor", "", normalize)
+
+
+def weight_replaced_before_the_update() -> Planted:
+    def normalize(model: nn.Module) -> None:
+        weight = model.get_parameter("0.weight")
+        zero = torch.zeros_like(weight)
+        weight.data = zero / zero.norm()  # planted
+
+    model, step = changing(normalize)
+    return Planted(model, step, "aten.div.Tensor", "", normalize)
+
+
+def hook_of_a_parameter() -> Planted:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def scale(gradient: Tensor) -> Tensor:
+        return gradient * 1e30 * 1e30  # planted
+
+    model.get_parameter("0.weight").register_hook(scale)
+    step = updating(model, lambda: model(torch.randn(3, 4)).square().mean())
+    return Planted(model, step, "aten.mul.Tensor", "0", scale, phase="backward")
+
+
+def hook_of_an_activation() -> Planted:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def scale(gradient: Tensor) -> Tensor:
+        return gradient * 1e30 * 1e30  # planted
+
+    def loss() -> Any:
+        activation = model[0](torch.randn(3, 4))
+        activation.register_hook(scale)
+        return model[1](activation).square().mean()
+
+    return Planted(model, updating(model, loss), "aten.mul.Tensor", "0", scale, phase="backward")
+
+
+def hook_of_an_accumulated_gradient() -> Planted:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def scale(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 1e30 * 1e30  # planted
+
+    model.get_parameter("0.weight").register_post_accumulate_grad_hook(scale)
+    step = updating(model, lambda: model(torch.randn(3, 4)).square().mean())
+    return Planted(model, step, "aten.mul.Tensor", "0", scale, phase="backward")
+
+
+def replaced_buffer() -> Planted:
+    class Averaging(nn.Module):
+        average: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+            self.register_buffer("average", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.linear(x)
+            self.average = self.average / y.detach().mean(0).mul(0)  # planted
+            return y
+
+    model = Averaging()
+    step = updating(model, lambda: model(torch.randn(3, 4)).square().mean())
+    return Planted(model, step, "aten.div.Tensor", "", Averaging)
+
+
+def state_of_an_optimizer() -> Planted:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()  # planted
+
+    step()
+    optimizer.state[model.weight]["exp_avg_sq"][0] = float("nan")
+    return Planted(model, step, "aten.mul_.Tensor", "", step, phase="optimizer", tensor="weight:exp_avg_sq")
+
+
 PLANTED: dict[str, Callable[[], Planted]] = {
     make.__name__: make
     for make in (
@@ -268,5 +418,16 @@ PLANTED: dict[str, Callable[[], Planted]] = {
         zero_times_infinity_in_backward,
         index_range_of_bfloat16,
         module_with_a_dict_output,
+        gradients_divided_by_a_zero_norm,
+        gradients_replaced_by_bad_ones,
+        part_of_a_gradient_divided_by_zero,
+        clipping_to_an_infinite_norm,
+        weight_divided_by_its_norm_before_the_update,
+        weight_replaced_before_the_update,
+        hook_of_a_parameter,
+        hook_of_an_activation,
+        hook_of_an_accumulated_gradient,
+        replaced_buffer,
+        state_of_an_optimizer,
     )
 }

@@ -471,3 +471,54 @@ def test_damage_of_a_parameter_with_the_name_of_an_argument_is_found() -> None:
     first = diagnose(tracer.trace()).first
     assert first is not None
     assert (first.operation.phase, first.reaches.startswith("input_proj.")) == ("optimizer", True)
+
+
+def test_gradients_that_are_repaired_and_statistics_of_hooks_are_contained() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def measure(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        torch.log(-parameter.grad.abs() - 1)
+
+    model.weight.register_post_accumulate_grad_hook(measure)
+    tracer = Tracer(model)
+    with tracer.step():
+        model(torch.ones(2, 4)).sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(0.0).nan_to_num_(0, 0, 0)
+        optimizer.step()
+    diagnosis = diagnose(tracer.trace())
+    assert diagnosis.first is None
+    assert [each.name for each in diagnosis.contained] == ["aten.log.default", *["aten.div_.Tensor"] * 2]
+
+
+def test_inputs_that_are_changed_in_place_are_as_they_were_before() -> None:
+    tracer = Tracer(nn.Linear(2, 2))
+    with tracer.step():
+        x = torch.ones(2, 4)
+        x[1].div_(0.0)
+        x[0].mul_(2.0)  # finite, in memory that is not
+        x.mul_(0.0)
+        x.fill_(1.0)
+        x.div_(0.0)
+    changes = [each for each in tracer.trace().operations if each.name.startswith(("aten.div_", "aten.mul_"))]
+    before = [each.inputs[0] for each in changes]
+    assert [each.nonfinite for each in before] == [False, False, True, False]
+    assert [each.health.positive_infinite for each in before if each.health is not None] == [4]
+    assert [each.outputs[0].nonfinite for each in changes] == [True, False, True, True]
+
+
+def test_what_follows_a_backward_pass_is_of_gradients_if_it_reads_them() -> None:
+    model = nn.Linear(4, 2)
+    tracer = Tracer(model)
+    with tracer.step():
+        for _ in range(2):  # the second pass reads weights that were updated by hand, and is a forward pass
+            model(torch.ones(3, 4)).abs().sum().backward()
+            assert model.weight.grad is not None
+            with torch.no_grad():
+                model.weight.sub_(torch.neg(model.weight.grad))
+    phases = {each.name: each.phase for each in tracer.trace().operations}
+    assert (phases["aten.neg.default"], phases["aten.sub_.Tensor"]) == ("gradients", "gradients")
+    assert {phases[name] for name in ("aten.addmm.default", "aten.abs.default")} == {"forward"}

@@ -9,6 +9,7 @@ const PHASES: Record<string, string> = {
   forward: "forward pass",
   backward: "backward pass",
   recomputation: "recomputation",
+  gradients: "processing of gradients",
   optimizer: "update",
   eager: "execution by Python",
   graph: "graph",
