@@ -37,6 +37,9 @@ _PAUSE = 100
 _MAX_TRAININGS = 32
 """Trainings of a process that are recorded one after another. Each start and end of a recording takes some 50 ms."""
 
+_END_SECONDS = 2.0
+"""Limit of the wait for the store at the end of a training that another one follows. What is not written then goes to disk."""
+
 _waiting: list[Attachment] = []
 _trainings: list[Trainings] = []
 
@@ -201,6 +204,8 @@ class Trainings:
         # With the weights of the last training this is a resume, whose steps follow.
         first_step = hook._recorder.last_finished + 1 if _has_weights_of(model, earlier) else 0  # noqa: SLF001 - as above
         losses = hook._recorder.take_derived()  # noqa: SLF001 - as above
+        ending = hook._ending  # noqa: SLF001 - as above
+        ending.close_seconds = min(ending.close_seconds, _END_SECONDS)
         hook.close()
         following = start_hook(later_from=first_step)
         if following is None:
