@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import threading
 import types
 import weakref
@@ -442,7 +443,16 @@ _DEBUGGING = ("debug_nans", "debug_infs", "check_tracer_leaks")
 
 def _is_being_debugged() -> bool:
     """Return whether JAX checks the outputs of compiled functions, which extra outputs must not change, or looks for references to traces."""
-    return any(jax_names.of(jax.config, key, default=True) for key in _DEBUGGING)
+    try:
+        return any(_debugging_options()(jax.config))
+    except AttributeError:
+        return any(jax_names.of(jax.config, key, default=True) for key in _DEBUGGING)
+
+
+@functools.cache
+def _debugging_options() -> Callable[[Any], tuple[bool, ...]]:
+    """Return a function that reads the options at once: they are asked for at each call of a compiled function."""
+    return operator.attrgetter(*map(jax_names.attribute, _DEBUGGING))
 
 
 def _has_deleted(arguments: Any) -> bool:

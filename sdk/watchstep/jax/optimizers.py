@@ -131,7 +131,7 @@ def _observed_call(
             return result
         if earlier is not None:
             traced = replace(traced, withheld=earlier.withheld)
-        if withholds_nonfinite() and is_read() and (traced.skipped is None or traced.withheld is not None):
+        if withholds_nonfinite() and is_read():
             from watchstep.jax.update_guard import withheld_if_nonfinite
 
             traced, result = withheld_if_nonfinite(traced, given["state"], result)
@@ -152,30 +152,66 @@ def _averages(state: Any) -> bool:
 def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate | None:
     """Describe a call of an optimizer; None if its gradients are unknown."""
     gradients, state, parameters = given["updates"], given["state"], given.get("params")
-    updates, after = result
-    emitted, skipped = None, None
-    if hasattr(state, "mini_step") and hasattr(state, "gradient_step"):
+    _, after = result
+    emitted = None
+    if _accumulates(state):
         emitted = after.gradient_step != state.gradient_step
         gradients = _accumulated(owner, gradients, state)
         if gradients is None:
             return None
         if parameters is None:
             parameters = gradients
-    elif checks := [part for part in _parts(after, _checks_finite) if _checks_finite(part)]:
-        leaves = jax.tree_util.tree_leaves(updates)
-        if len(checks) == 1 and _checks_finite(after):
-            leaves = leaves[:1]  # it leaves out all of them or none
-        is_zero = jnp.all(jnp.array([jnp.all(leaf == 0) for leaf in leaves]))
-        skipped = jnp.logical_not(checks[0].last_finite) & is_zero
     return TracedUpdate(
         gradients,
         parameters,
         _hyperparameters(after),
         emitted=emitted,
-        skipped=skipped,
+        skipped=_left_out(given["updates"], state, result),
         passed=given["updates"],
         state=state,
     )
+
+
+def _left_out(gradients: Any, state: Any, result: Any) -> Any:
+    """Return whether an optimizer left its update out by itself, bool of shape (); None if it never does.
+
+    States do not tell all of it. `optax.apply_if_finite` applies NaN after some errors in a row, and parts of an `optax.partition` decide each for
+    its parameters. An update is left out if a part says so, all updates are finite, and those by gradients with NaN or infinity are zero.
+    """
+    updates, after = result
+    kinds = _parts(state, _may_leave_out), _parts(after, _may_leave_out)
+    parts = zip(*([part for part in kind if _may_leave_out(part)] for kind in kinds), strict=False)
+    left_out = [_says_left_out(before, part) for before, part in parts]
+    if not left_out:
+        return None
+    is_any = functools.reduce(jnp.logical_or, left_out)
+    if _accumulates(after):
+        return is_any  # `optax.MultiSteps` leaves out all of a batch
+    given, made = jax.tree_util.tree_leaves(gradients), jax.tree_util.tree_leaves(updates)
+
+    def changes_nothing() -> Any:
+        pairs = zip(given if len(given) == len(made) else [jnp.nan] * len(made), made, strict=True)
+        return functools.reduce(jnp.logical_and, [_changes_nothing(*pair) for pair in pairs], is_any)
+
+    # A good step does not read its updates again. Outside of traces each `cond` would be compiled.
+    is_traced = isinstance(is_any, jax.core.Tracer)
+    return jax.lax.cond(is_any, changes_nothing, lambda: is_any) if is_traced else changes_nothing()
+
+
+def _says_left_out(before: Any, after: Any) -> Any:
+    """Return whether a part of an optimizer left out its update, or would have before it gave up, as its state says."""
+    if _accumulates(after):
+        return (after.mini_step == before.mini_step) & (after.gradient_step == before.gradient_step)
+    return jnp.logical_not(after.last_finite)
+
+
+def _changes_nothing(gradient: Any, update: Any) -> Any:
+    """Return whether an update is finite, and zero if its gradient is not, bool of shape ()."""
+    gradient, update = jnp.asarray(gradient), jnp.asarray(update)
+    if not jnp.issubdtype(update.dtype, jnp.inexact):
+        return jnp.asarray(True)
+    is_finite = not jnp.issubdtype(gradient.dtype, jnp.inexact) or jnp.all(jnp.isfinite(gradient))
+    return jnp.all(jnp.where(is_finite, jnp.isfinite(update), update == 0))
 
 
 def _accumulated(owner: Any, gradients: Any, state: Any) -> Any:
@@ -206,6 +242,15 @@ def _parts(state: Any, is_part: Callable[[Any], bool]) -> list[Any]:
 def _checks_finite(part: Any) -> bool:
     """Return whether a state is that of `optax.apply_if_finite`."""
     return hasattr(part, "last_finite") and hasattr(part, "notfinite_count")
+
+
+def _accumulates(part: Any) -> bool:
+    """Return whether a state is that of `optax.MultiSteps`."""
+    return hasattr(part, "mini_step") and hasattr(part, "gradient_step")
+
+
+def _may_leave_out(part: Any) -> bool:
+    return _checks_finite(part) or _accumulates(part)
 
 
 def _has_hyperparameters(part: Any) -> bool:

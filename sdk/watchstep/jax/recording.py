@@ -442,7 +442,8 @@ class UpdateReader:
             if len(self._models) >= _MAX_RECORDERS:
                 self._session.health.count("unobserved_optimizers")
                 self._session.health.note(
-                    "jax", f"updates of more than {_MAX_RECORDERS} models side by side are not observed"
+                    "jax",
+                    f"updates of more than {_MAX_RECORDERS} models within {_CALLS_UNTIL_OVER} calls are not observed",
                 )
                 return None
             infos = describe(layout.paths, layout.shapes, layout.dtypes)
@@ -555,15 +556,16 @@ class UpdateReader:
         losses = {}
         if outputs.loss is not None:
             losses[self._loss_name(model)] = float(np.asarray(outputs.loss))
+        is_skipped = outputs.skipped is not None and bool(outputs.skipped)
         if outputs.emitted is not None and not bool(outputs.emitted):
-            model.recorder.add_losses(losses)
+            if not is_skipped:  # else no update has this micro-batch
+                model.recorder.add_losses(losses)
             return
         hyperparameters = {
             name: float(np.asarray(value))
             for name, value in zip(outputs.layout.hyperparameters, outputs.hyperparameters, strict=True)
         }
         scale = hyperparameters.pop(SCALE, None)
-        is_skipped = outputs.skipped is not None and bool(outputs.skipped)
         withheld = None if outputs.withheld is None else bool(outputs.withheld)
         gradients = JaxArrays(outputs.gradients, model.layout, model.layers)
         gradient_places = gradients.places("reduced")
@@ -577,7 +579,8 @@ class UpdateReader:
                 hyperparameters=hyperparameters,
                 is_skipped=is_skipped,
                 is_withheld=bool(withheld),
-                is_bad=withheld,  # the step has checked all gradients, if it withholds updates
+                # The step has checked all gradients, if it withholds updates.
+                is_bad=None if is_skipped else withheld,
                 places={"weight": weight_places, "gradient": gradient_places},
             )
         )

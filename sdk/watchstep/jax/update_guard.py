@@ -20,7 +20,8 @@ def withheld_if_nonfinite(update: TracedUpdate, state: Any, result: Any) -> tupl
     """Make an update depend on its gradients being finite. Called at trace time, or in an eager program.
 
     Args:
-        update: the update; of accumulated gradients, those that are accumulated. If an earlier call of it was withheld, so is this one.
+        update: the update; of accumulated gradients, those that are accumulated. If an earlier call of it was withheld, so is this one. One that
+            the optimizer left out itself is as it returned it.
         state: the optimizer's state before it.
         result: updates and the optimizer's state after it, as the optimizer returned them.
 
@@ -34,19 +35,20 @@ def withheld_if_nonfinite(update: TracedUpdate, state: Any, result: Any) -> tupl
     if update.withheld is None:
         leaves = [jnp.asarray(leaf) for leaf in jax.tree_util.tree_leaves(update.gradients)]
         is_finite = finite([leaf for leaf in leaves if is_measurable(leaf.dtype)])
+        is_kept = is_finite if update.skipped is None else is_finite | update.skipped
     else:
-        is_finite = jnp.logical_not(update.withheld)
-    updates = jax.tree_util.tree_map(lambda leaf: jnp.where(is_finite, leaf, jnp.zeros_like(leaf)), updates)
-    after = jax.tree_util.tree_map(lambda new, old: _selected(is_finite, new, old), after, state)
-    withheld = jnp.logical_not(is_finite)
+        is_kept = jnp.logical_not(update.withheld)
+    updates = jax.tree_util.tree_map(lambda leaf: jnp.where(is_kept, leaf, jnp.zeros_like(leaf)), updates)
+    after = jax.tree_util.tree_map(lambda new, old: _selected(is_kept, new, old), after, state)
+    withheld = jnp.logical_not(is_kept)
     # Accumulation does not go on either, so that the step has no other mark.
     emitted = None if update.emitted is None else update.emitted | withheld
     return replace(update, withheld=withheld, emitted=emitted), (updates, after)
 
 
-def _selected(is_finite: Any, new: Any, old: Any) -> Any:
+def _selected(is_kept: Any, new: Any, old: Any) -> Any:
     """Return the new value of a part of the state, or the old one; the new one if they are not arrays of one shape."""
     if not (hasattr(new, "dtype") and hasattr(old, "dtype")) or new.shape != old.shape:
         return new
-    selected = jnp.where(is_finite, new, old)
+    selected = jnp.where(is_kept, new, old)
     return selected if selected.dtype == new.dtype else selected.astype(new.dtype)

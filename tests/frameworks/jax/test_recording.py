@@ -272,6 +272,147 @@ def test_skipped_updates_are_told_apart(is_chained: bool, tmp_path: Path) -> Non
     assert not outcome.found
 
 
+def in_parts(first: Any, others: Any) -> Any:
+    """An optimizer that updates the first layer by one optimizer, and the others by another."""
+    labels = {name: "first" if name == "dense_0" else "others" for name in programs.dense()}
+    return optax.partition({"first": first, "others": others}, labels)
+
+
+def skipping_micro_batches() -> Any:
+    return optax.MultiSteps(optax.adam(0.1), 2, should_skip_update_fn=optax.skip_not_finite)
+
+
+def trained_with_nan(create: Any, gradients_of: Any, steps: list[int]) -> Any:
+    """Train with NaN in some batches, and return the weights.
+
+    Args:
+        create: creates the optimizer.
+        gradients_of: what the program does to the gradients before the update, with the batch.
+        steps: indices of these batches.
+    """
+    optimizer, data = create(), programs.batches(8)
+    data[steps, 0, 0] = np.nan
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        _, gradients = jax.value_and_grad(programs.loss_of)(params, batch)
+        updates, state = optimizer.update(gradients_of(gradients, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = programs.dense()
+    state = optimizer.init(params)
+    for batch in data:
+        params, state = step(params, state, batch)
+    return params
+
+
+def unchanged(gradients: Any, _: Any) -> Any:
+    return gradients
+
+
+def finite_in_the_first_layer(gradients: Any, _: Any) -> Any:
+    return {**gradients, "dense_0": jax.tree_util.tree_map(jnp.ones_like, gradients["dense_0"])}
+
+
+def zero_in_the_first_leaf(gradients: Any, _: Any) -> Any:
+    first = {**gradients["dense_0"], "bias": jnp.zeros_like(gradients["dense_0"]["bias"])}
+    return {**gradients, "dense_0": first}
+
+
+def infinite(gradients: Any, batch: Any) -> Any:
+    is_good = jnp.isfinite(batch).all()
+    return jax.tree_util.tree_map(lambda leaf: jnp.where(is_good, leaf, jnp.inf), gradients)
+
+
+LEAVE_OUT: dict[str, tuple[Any, Any]] = {
+    "one of the parts": (
+        lambda: in_parts(optax.apply_if_finite(optax.adam(0.1), 2), optax.apply_if_finite(optax.sgd(0.1), 2)),
+        finite_in_the_first_layer,
+    ),
+    "micro-batches": (skipping_micro_batches, unchanged),
+    "micro-batches of a transformation": (
+        lambda: skipping_micro_batches().gradient_transformation(),
+        unchanged,
+    ),
+    "micro-batches in a chain": (
+        lambda: optax.chain(optax.scale(2.0), skipping_micro_batches().gradient_transformation()),
+        unchanged,
+    ),
+}
+"""Optimizers that leave out NaN by themselves, and what the program does to gradients."""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [*((name, "host") for name in LEAVE_OUT), ("one of the parts", "device"), ("micro-batches", "device")],
+)
+def test_nan_that_an_optimizer_leaves_out_is_its_own(name: str, figures: str, tmp_path: Path) -> None:
+    run = functools.partial(trained_with_nan, *LEAVE_OUT[name], [2, 5])
+    expected = run()
+    params, _, recorded_run = recorded(tmp_path, run, on_nonfinite="stop", figures=figures)
+    jax.tree_util.tree_map(functools.partial(np.testing.assert_allclose, rtol=1e-5), params, expected)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree_util.tree_leaves(params))
+    (outcome,) = backtest(recorded_run.rows(), [RuleConfig(rule="nan_or_inf")])
+    assert not outcome.found
+    if name == "micro-batches":
+        assert len(recorded_run.tensor("loss").steps()) == 3  # of six finite batches
+        assert all(map(math.isfinite, values(recorded_run, "loss", "mean")))
+
+
+GIVE_UP: dict[str, tuple[Any, Any, int]] = {
+    "a frozen parameter": (
+        lambda: optax.apply_if_finite(optax.adam(0.1), 1),
+        zero_in_the_first_leaf,
+        3,
+    ),
+    "finite updates by infinity": (lambda: optax.apply_if_finite(optax.lion(0.1), 1), infinite, 3),
+    "another part": (
+        lambda: in_parts(optax.apply_if_finite(optax.adam(0.1), 9), optax.sgd(0.1)),
+        unchanged,
+        2,
+    ),
+    "another part, by a norm of all": (
+        lambda: optax.chain(
+            optax.clip_by_global_norm(1.0),
+            in_parts(optax.sgd(0.1), optax.apply_if_finite(optax.adam(0.1), 9)),
+        ),
+        finite_in_the_first_layer,
+        2,
+    ),
+    "micro-batches": (
+        lambda: optax.MultiSteps(optax.adam(0.1), 2, should_skip_update_fn=lambda *_: (jnp.array(False), ())),
+        unchanged,
+        1,
+    ),
+}
+"""Optimizers that apply NaN although a part of them may leave it out, what the program does to gradients, and the first step that applies it."""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", GIVE_UP)
+def test_nan_that_an_optimizer_applies_after_all_is_left_out(name: str, tmp_path: Path) -> None:
+    create, gradients_of, step = GIVE_UP[name]
+    run = functools.partial(trained_with_nan, create, gradients_of, [2, 3, 4])
+    params, _, recorded_run = recorded(tmp_path, run, on_nonfinite="skip")
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree_util.tree_leaves(params))
+    assert recorded_run.tensor("updates:skipped").steps()[0] == step
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("figures", ["host", "device"])
+def test_nan_that_an_optimizer_applies_after_all_stops(figures: str, tmp_path: Path) -> None:
+    create, gradients_of, step = GIVE_UP["a frozen parameter"]
+    with pytest.raises(StopTraining) as stopped:
+        recorded(
+            tmp_path,
+            lambda: trained_with_nan(create, gradients_of, [2, 3, 4]),
+            on_nonfinite="stop",
+            figures=figures,
+        )
+    assert stopped.value.step == step
+
+
 @pytest.mark.parametrize("figures", ["host", "device"])
 def test_updates_by_nan_are_left_out_if_the_policy_says_so(figures: str, tmp_path: Path) -> None:
     losses, health, run = recorded(

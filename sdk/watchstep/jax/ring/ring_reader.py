@@ -50,13 +50,12 @@ class RingReader:
         has_weights = structure == jax.tree_util.tree_structure(update.gradients)
         weights = leaves if has_weights and len(leaves) == len(outputs.gradients) else ()
         self._withholds = outputs.withheld is not None
-        skipped = outputs.withheld if self._withholds else outputs.skipped
         self._ring.record(
             outputs.gradients,
             weights,
             outputs.loss,
             emitted=outputs.emitted,
-            skipped=skipped,
+            skipped=outputs.skipped,
             shardings=shardings_of(outputs.layout),
         )
 
@@ -136,8 +135,9 @@ class RingReader:
                 gradients=step.gradients,
                 weights=step.weights,
                 losses={} if step.loss is None else {loss_name: step.loss},
-                is_skipped=step.is_skipped and not self._withholds,
-                is_withheld=step.is_skipped and self._withholds,
+                is_skipped=step.is_skipped,
+                # The step withholds each bad update that the optimizer does not leave out itself.
+                is_withheld=self._withholds and step.has_bad_gradients and not step.is_skipped,
                 is_bad=step.has_bad_gradients,
                 places=step.places,
             )
