@@ -181,7 +181,7 @@ def _left_out(gradients: Any, state: Any, result: Any) -> Any:
     updates, after = result
     kinds = _parts(state, _may_leave_out), _parts(after, _may_leave_out)
     parts = zip(*([part for part in kind if _may_leave_out(part)] for kind in kinds), strict=False)
-    left_out = [_says_left_out(before, part) for before, part in parts]
+    left_out = [_left_out_by_state(before, part) for before, part in parts]
     if not left_out:
         return None
     is_any = functools.reduce(jnp.logical_or, left_out)
@@ -198,7 +198,7 @@ def _left_out(gradients: Any, state: Any, result: Any) -> Any:
     return jax.lax.cond(is_any, changes_nothing, lambda: is_any) if is_traced else changes_nothing()
 
 
-def _says_left_out(before: Any, after: Any) -> Any:
+def _left_out_by_state(before: Any, after: Any) -> Any:
     """Return whether a part of an optimizer left out its update, or would have before it gave up, as its state says."""
     if _accumulates(after):
         return (after.mini_step == before.mini_step) & (after.gradient_step == before.gradient_step)

@@ -8,9 +8,16 @@ from watchstep.errors import FormatError, NotFoundError
 from watchstep.format import documents
 from watchstep.format.bundle import bundle_keys
 from watchstep.format.control import MAX_BYTES, RULE_REASON, ControlDocument, StopRequest
-from watchstep.format.layout import CONTROL_DOCUMENT
+from watchstep.format.layout import CONTROL_DOCUMENT, ENDS
 from watchstep.plots.binned import PlotMark
-from watchstep.reading.run_documents import END, get_document, read_documents, read_state
+from watchstep.reading.run_documents import (
+    ATTEMPT,
+    END,
+    get_document,
+    newest_attempt,
+    read_documents,
+    read_state,
+)
 from watchstep.store.store import Store
 
 _MAX_BUNDLES = 8
@@ -54,7 +61,7 @@ class RunOutcome:
 
     Attributes:
         state: as in `watchstep.reading.run_documents.StoredState`.
-        last_step: the last step that a worker finished or recorded; -1 without one.
+        last_step: the last step that a worker of the newest attempt finished; of one without all ends, that any recorded; -1 without one.
         stop: the newest stop request; None without one.
         reason: why it stopped or failed, in one line; empty if it did neither.
         bundle_steps: steps whose inputs were saved because they went wrong, ascending.
@@ -121,8 +128,12 @@ def read_outcome(store: Store, recorded_step: int) -> RunOutcome:
         StoreError: the store cannot be read.
     """
     state = read_state(store)
-    ends = read_documents(store, END).documents
-    last = max([recorded_step, *(end.last_step for end in ends)])
+    newest = newest_attempt(read_documents(store, ATTEMPT).documents)
+    # Steps of earlier attempts say nothing of where this one ended.
+    ends = read_documents(store, END, "" if newest is None else f"{ENDS}{newest.attempt}/").documents
+    last = max((end.last_step for end in ends), default=-1)
+    if newest is None or len(ends) < newest.world_size:
+        last = max(last, recorded_step)
     stop = _stop_request(store)
     bundles = tuple(sorted({key.step for key in bundle_keys(store)}))
     return RunOutcome(state.state, last, stop, _reason(state.state, state.damage, ends, stop), bundles)

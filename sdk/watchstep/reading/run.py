@@ -41,7 +41,7 @@ from watchstep.reading.grid import Grid, GridRequest, read_grid, read_heatmap
 from watchstep.reading.index import RunIndex
 from watchstep.reading.outcome import RunOutcome, read_outcome
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce, losses_of
-from watchstep.reading.run_documents import ATTEMPT, END, read_documents, read_state
+from watchstep.reading.run_documents import ATTEMPT, END, newest_attempt, read_documents, read_state
 from watchstep.reading.samples import read_samples
 from watchstep.reading.saved.saved_objects import SavedObjects
 from watchstep.reading.sql import query
@@ -687,10 +687,14 @@ class Run:
         self._damaged_samples = found.damaged
         return found.batches
 
-    def ends(self) -> list[documents.EndDocument]:
-        """How the workers of all attempts ended. Documents that cannot be read are listed in `damaged` instead."""
-        result = read_documents(self._store, END)
-        self._damaged_ends = result.damaged
+    def ends(self, attempt: str = "") -> list[documents.EndDocument]:
+        """How the workers of an attempt, or of all, ended. Documents that cannot be read are listed in `damaged` instead.
+
+        Args:
+            attempt: the attempt; all if empty.
+        """
+        result = read_documents(self._store, END, f"{ENDS}{attempt}/" if attempt else "")
+        self._damaged_ends = {**self._damaged_ends, **result.damaged} if attempt else result.damaged
         return result.documents
 
     def environment(self) -> dict[str, str]:
@@ -699,8 +703,7 @@ class Run:
         Raises:
             StoreError: the store cannot be read.
         """
-        attempts = read_documents(self._store, ATTEMPT).documents
-        newest = max(attempts, key=lambda read: (read.started_ns, read.attempt), default=None)
+        newest = newest_attempt(read_documents(self._store, ATTEMPT).documents)
         return {} if newest is None else newest.environment
 
     def state(self) -> str:

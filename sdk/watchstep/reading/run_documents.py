@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -175,8 +175,7 @@ def read_state(store: Store) -> StoredState:
         StoreError: the store cannot be read.
     """
     try:
-        attempts = _whole(read_documents(store, ATTEMPT))
-        newest = max(attempts, key=lambda read: (read.started_ns, read.attempt), default=None)
+        newest = newest_attempt(_whole(read_documents(store, ATTEMPT)))
         # Ends without an attempt belong to a run with a lost claim; they are the only information.
         ends = _whole(read_documents(store, END, "" if newest is None else f"{ENDS}{newest.attempt}/"))
         if newest is None:
@@ -186,6 +185,11 @@ def read_state(store: Store) -> StoredState:
         )
     except FormatError as error:
         return StoredState(DAMAGED, error.what)
+
+
+def newest_attempt(attempts: Iterable[documents.AttemptDocument]) -> documents.AttemptDocument | None:
+    """Return the attempt that started last, by the clocks of the machines; None without one."""
+    return max(attempts, key=lambda read: (read.started_ns, read.attempt), default=None)
 
 
 def _whole(result: FoundDocuments[documents.Document]) -> list[documents.Document]:

@@ -93,11 +93,13 @@ class Attachment:
             losses, self._losses = self._losses, []
             if get_worker_info() is not None or (hook := start_hook()) is None:
                 return None
+            # It listens before the watch does: an optimizer of the next training is none without parameters of this model.
+            trainings = Trainings(hook, optimizer)
             watch = _first_watch(hook, _model_of(optimizer), optimizer)
             if watch is None:
                 return None
+            _trainings.append(trainings)
             watch.adopt_loss(losses)
-            _trainings.append(Trainings(hook, optimizer))
             self._samples.pass_to(hook._session)  # noqa: SLF001 - part of the SDK
         except Exception as error:  # noqa: BLE001 - no fault may end the program
             if hook is None:

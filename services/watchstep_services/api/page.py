@@ -60,7 +60,7 @@ _ASSET_HEADERS = {
 _MISSING = b"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Watchstep</title>
 <h1>The web page is not installed</h1>
-<p>This installation was built without it, because there was no Node.js. Released wheels contain it; in a clone, run: make page</p>
+<p>This installation was built without it. Released wheels contain it; in a clone, run: make page</p>
 <p>The <a href="/docs">API</a> and the command line work without it.</p>
 </html>
 """

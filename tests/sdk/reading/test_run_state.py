@@ -234,6 +234,19 @@ def test_the_reason_of_a_stop_request_counts_more_than_that_of_a_worker(tmp_path
     assert (outcome.state, outcome.rule_stop) == ("stopped", RuleStop("nan_or_inf", 7, "3 NaN of 8 elements"))
 
 
+def test_steps_of_earlier_attempts_are_not_those_after_which_a_run_ended(tmp_path: Path) -> None:
+    run = open_run(small_run(tmp_path))
+    for started, (attempt, last) in enumerate((("a", 11), ("a.2", 4))):
+        run.store.put(
+            attempt_document(attempt), documents.encode(documents.AttemptDocument(attempt, started + 1))
+        )
+        end = documents.EndDocument(0, "completed", last, 1, 3, "w0")
+        run.store.put(f"{ENDS}{attempt}/0.json", documents.encode(end))
+    assert run.outcome().as_sentence("r") == "Run r completed; it ended after step 4."
+    assert [end.last_step for end in run.ends("a.2")] == [4]
+    assert sorted(end.last_step for end in run.ends()) == [4, 11]
+
+
 def test_a_run_that_records_is_open_and_bundles_are_marked(tmp_path: Path) -> None:
     run = open_run(small_run(tmp_path))
     run.store.put(attempt_document("a"), documents.encode(documents.AttemptDocument("a", 1)))

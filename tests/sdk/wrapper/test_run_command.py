@@ -140,7 +140,7 @@ def trained(bad):
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)  # it and its optimizer refer to each other
     if "--keep" in sys.argv:
         kept.append(optimizer)
-    for step in range(40):
+    for step in range(50):
         x = torch.full((8, 4), torch.nan) if step == bad else torch.randn(8, 4)
         optimizer.zero_grad()
         (model(x) - 1).square().mean().backward()
@@ -182,13 +182,15 @@ def test_trainings_one_after_another_are_attempts_and_each_is_stopped(tmp_path: 
     first, *later = recorded(tmp_path).attempts
     assert later == [f"{first}.2", f"{first}.3"]
     assert [(end.state, end.last_step) for end in ends(tmp_path)] == [
-        ("completed", 39),
-        ("completed", 39),
+        ("completed", 49),
+        ("completed", 49),
         ("stopped", 19),
     ]
     for attempt in (first, later[0]):
         for name in ("loss", "weight:gradient"):
-            assert steps_of(tmp_path, attempt, name) == list(range(40))
+            assert steps_of(tmp_path, attempt, name) == list(range(50))
+    assert "not_in_optimizer" not in recorded(tmp_path).collections  # the next optimizer is of another model
+    assert recorded(tmp_path).outcome().last_step == 19
 
 
 RESUMED = """

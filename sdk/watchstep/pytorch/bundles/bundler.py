@@ -132,10 +132,12 @@ class Bundler:
             StoredFile(lambda attempt: BundleKey(attempt, worker, step, reason).path, data, "bundles")
         )
         if reason == "gate":
+            contains = f"without {len(document.lost)} values" if document.lost else "with its batch"
             _log.warning(
-                "watchstep: step %d is not finite and is bundled, with its batch: watchstep replay %s --program FILE.py"
+                "watchstep: step %d is not finite and is bundled, %s: watchstep replay %s --program FILE.py"
                 " (capture 'bundles: null' stores no batches)",
                 step,
+                contains,
                 self._run_url,
             )
         if document.lost:

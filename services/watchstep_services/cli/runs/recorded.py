@@ -15,6 +15,7 @@ from rich.text import Text
 
 from watchstep.capture.steps.metric_names import WITHHELD
 from watchstep.errors import NotFoundError
+from watchstep.format.documents import EndDocument
 from watchstep.format.layout import ENDS, RUN_DOCUMENT
 from watchstep.format.tensors import LOSSES, MODES, Mode
 from watchstep.reading.compaction import compact
@@ -80,10 +81,10 @@ def show_run(
         shown = ", ".join(map(str, skipped[:_MOST_SKIPPED]))
         more = f" and {len(skipped) - _MOST_SKIPPED} more" if len(skipped) > _MOST_SKIPPED else ""
         out.print(f"skipped   the gate policy skipped the update of {len(skipped)} steps: {shown}{more}")
-    for end in opened.ends():
+    for attempt, end in _ends(opened):
         reason = f": {end.reason}" if end.reason else ""
         out.print(
-            f"ended     worker {end.worker} {end.state}, ended after step {end.last_step}{reason}",
+            f"ended     {attempt}worker {end.worker} {end.state}, ended after step {end.last_step}{reason}",
             soft_wrap=True,
         )
     if reason := _missing_records(opened, stored.state):
@@ -103,6 +104,13 @@ def show_run(
 
 
 _MOST_SKIPPED = 10
+
+
+def _ends(run: Run) -> list[tuple[str, EndDocument]]:
+    """Return how workers ended, with the name of their attempt if there are several."""
+    if len(run.attempts) < 2:
+        return [("", end) for end in run.ends()]
+    return [(f"attempt {attempt}, ", end) for attempt in run.attempts for end in run.ends(attempt)]
 
 
 def _skipped_steps(run: Run) -> list[int]:
