@@ -13,6 +13,7 @@ import os
 import time
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -250,10 +251,17 @@ def _updates(optimizer: Optimizer, watch: Watch) -> bool:
 
 
 def _has_weights_of(model: nn.Module, other: nn.Module) -> bool:
-    """Whether all parameters of two models are equal, in their order."""
+    """Whether all parameters of two models are equal, in their order. Those that cannot be compared are not."""
+
+    def kind(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
     own, others = (list(each.parameters()) for each in (model, other))
     return len(own) == len(others) and all(
-        mine.shape == theirs.shape and mine.device == theirs.device and torch.equal(mine, theirs)
+        kind(mine) == kind(theirs)
+        and mine.layout is torch.strided
+        and not mine.is_meta
+        and torch.equal(mine, theirs)
         for mine, theirs in zip(own, others, strict=True)
     )
 
