@@ -237,13 +237,14 @@ def test_steps_by_hand_like_save_config() -> None:
 
 def test_measurements_within_an_endless_step_respect_the_share() -> None:
     clock = Clock()
-    budget = Budget(["activations"], 0.01, clock=clock)
+    schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}, clock=clock), RecorderHealth())
     spent = 0.0
     for _ in range(10_000):
-        if "activations" in budget.planned(0) and not budget.is_endless("activations"):
+        if schedule.due(("a",), 0):
+            since = clock.now
             clock.now += 0.01
             spent += 0.01
-            budget.spent("activations", 0.01)
+            schedule.spent("a", since)
         clock.now += 0.01
     assert 0.5 <= spent <= 0.01 * clock.now + 0.02
 
