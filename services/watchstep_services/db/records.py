@@ -76,28 +76,22 @@ def put_segments(
     Args:
         session: the transaction.
         run_id: id of the run.
-        keys: the segments, each once.
+        keys: the segments, each once; a request or a portion of a listing has some hundreds.
         at_ns: the time, by the database's clock.
         listed: whether a listing found them.
 
     Returns:
         The number of segments that are new to read.
     """
-    fresh = 0
-    for start in range(0, len(keys), _SEGMENTS_AT_ONCE):
-        portion = keys[start : start + _SEGMENTS_AT_ONCE]
-        added = _insert_segments(session, run_id, portion, at_ns)
-        fresh += added
-        if added < len(portion):
-            fresh += _renew_segments(session, run_id, portion, at_ns, listed=listed)
-    return fresh
+    if not keys:
+        return 0
+    added = _insert_segments(session, run_id, keys, at_ns)
+    if added == len(keys):
+        return added
+    return added + _renew_segments(session, run_id, keys, at_ns, listed=listed)
 
 
-_SEGMENTS_AT_ONCE = 500
-_SEGMENT_COLUMNS = Segment.__table__.c
-_OF_WRITER = tuple_(
-    _SEGMENT_COLUMNS.attempt, _SEGMENT_COLUMNS.node, _SEGMENT_COLUMNS.writer, _SEGMENT_COLUMNS.seq
-)
+_OF_WRITER = tuple_(Segment.attempt, Segment.node, Segment.writer, Segment.seq)
 
 
 def _insert_segments(session: Session, run_id: int, keys: Sequence[SegmentKey], at_ns: int) -> int:

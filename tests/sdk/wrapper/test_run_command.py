@@ -21,6 +21,7 @@ from watchstep.format import documents, segment
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.documents import EndDocument
 from watchstep.format.layout import CONTROL_DOCUMENT, LAUNCHES, SEGMENTS, SegmentKey, end_document
+from watchstep.pytorch.parameters.updates import UPDATES_OF_OTHER
 from watchstep.reading.run_documents import find_runs
 from watchstep.stopping import EXIT_STOPPED
 from watchstep.store.local import MARKER
@@ -244,6 +245,28 @@ def test_steps_are_counted_by_another_optimizer_once_the_first_one_is_gone(tmp_p
     assert run.tensor("model_2.weight:gradient").steps() == list(range(1, 30))
     (end,) = ends(tmp_path)
     assert end.health["notes"]["trainings"].startswith("a SGD is of a further model; 4 are recorded")
+
+
+KEPT = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+kept = []
+for steps in (10, 250):
+    model = nn.Linear(4, 1)
+    kept.append(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(steps):
+        kept[-1].zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        kept[-1].step()
+"""
+
+
+@pytest.mark.ci
+def test_steps_are_counted_by_another_optimizer_once_the_first_one_steps_no_more(tmp_path: Path) -> None:
+    run_program(tmp_path, KEPT)
+    (end,) = ends(tmp_path)
+    assert end.last_step == 10 + 250 - UPDATES_OF_OTHER - 1
 
 
 META_LEARNING = """
