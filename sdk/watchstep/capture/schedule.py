@@ -37,6 +37,9 @@ LATE_SECONDS = 10.0
 FLOOR_FACTOR = 3.0
 """Maximum cost of measuring for the longest gap, as a multiple of the budget. If it would take more, the gap is longer."""
 
+OBSERVED_STEPS = 20
+"""Number of first steps in which all calls of modules are observed, whatever that costs."""
+
 SHORT_STEP = 0.005
 """Seconds of a step below which there is no longest gap: the fixed allowance alone decides."""
 
@@ -289,6 +292,11 @@ class Budget:
             return False
         return self._floors > self.share * self._program
 
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether the fixed cost of steps is above `FLOOR_FACTOR` times the budget, after the first steps."""
+        return self._steps >= OBSERVED_STEPS and self._floors > FLOOR_FACTOR * self.share * self._program
+
     def is_endless(self, collection: str) -> bool:
         """Whether measuring a collection within one step takes very long: it has very many passes, or nothing counts steps."""
         unit = self._units[collection]
@@ -461,6 +469,11 @@ class Schedule:
         chosen = self._collections.get(collection)
         return chosen is not None and chosen.in_mode(mode) is not None
 
+    def is_adaptive(self, collections: Iterable[str], mode: Mode) -> bool:
+        """Whether the budget alone decides when some collections are measured in a mode other than train: in the first pass after a step, if at all."""
+        chosen = [self._collections[name].in_mode(mode) for name in collections if name in self._collections]
+        return self.budget is not None and all(each is None or each.every is None for each in chosen)
+
     def _is_due_in_pass(self, name: str, mode: Mode) -> bool:
         collection = self._collections.get(name)
         cadence = None if collection is None else collection.in_mode(mode)
@@ -591,6 +604,11 @@ class Schedule:
         """Record the estimated time that a framework takes for calling the recorder, as a part of the fixed cost of the step."""
         if self.budget is not None:
             self.budget.dispatched(seconds)
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether there is a budget, and the fixed cost of steps is far above it."""
+        return self.budget is not None and self.budget.is_overloaded
 
     def check_floor(self) -> None:
         """Note in health if the fixed cost of steps exceeds the budget. Called at each step."""

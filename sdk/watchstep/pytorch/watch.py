@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from watchstep.capture.steps.metric_names import LOADED, NONFINITE_APPLIED
 from watchstep.capture.steps.own_work import own_work
@@ -36,7 +37,8 @@ from watchstep.pytorch.observable import ModuleHook, leave_hooks_out_of_scripts
 from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.outputs.activations import ActivationHooks
 from watchstep.pytorch.outputs.function_calls import FunctionCalls
-from watchstep.pytorch.outputs.layer_hooks import Removable
+from watchstep.pytorch.outputs.layer_hooks import Sentinel
+from watchstep.pytorch.outputs.pass_hooks import PassHook
 from watchstep.pytorch.outputs.passes import ForwardPasses, PartPasses
 from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
 from watchstep.pytorch.parameters.amp import ScalerMetrics, Scaling
@@ -194,8 +196,9 @@ class Watch:
         self._hyperparameters = Hyperparameters(session, name)
         self._checks = FiniteChecks(session, names, kernel)
         self._missing = MissingUpdates(session, name)
-        weights = [parameter.parameter for parameter in names.parameters().values()]
-        self._overdue = OverdueUpdates(session, weights, name)
+        self._overdue = OverdueUpdates(
+            session, [each.parameter for each in names.parameters().values()], name
+        )
         self._applied = f"{name}.{NONFINITE_APPLIED}" if name else NONFINITE_APPLIED
         self._applies_nonfinite = False
         self._records_applied = tensors.METRICS in session.config.chosen
@@ -204,7 +207,8 @@ class Watch:
         self._passes = ForwardPasses(session, names.model)
         self._parts = PartPasses(session.recorder)
         self._calls = FunctionCalls(session, names, kernel)
-        self._handles: list[Removable] = []
+        self._pass_hooks: list[PassHook] = []
+        self._handles: list[RemovableHandle] = []
         try:
             self._listen(names, kernel)
         except BaseException:
@@ -217,18 +221,18 @@ class Watch:
         snapshots.pin_memory(self._session, list(names.parameters().values()))
         leave_hooks_out_of_scripts()
         if internals.sees_passes():
-            self._handles.append(
-                self.model.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True)
-            )
+            before = ModuleHook(self._before_forward)
+            register = functools.partial(self.model.register_forward_pre_hook, before, with_kwargs=True)
+            self._pass_hooks.append(PassHook(register, of_layer=False))
         self._handles.append(self.model.register_load_state_dict_post_hook(ModuleHook(self._weights_loaded)))
         self._activations = ActivationHooks(
-            self._session, names, kernel, self._passes, self._handles, self._part_called
+            self._session, names, kernel, self._passes, self._pass_hooks, self._part_called
         )
         if internals.sees_passes():
             # After the hooks of its own output and input, which belong to the pass.
-            self._handles.append(
-                self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True)
-            )
+            after = ModuleHook(self._after_forward)
+            register = functools.partial(self.model.register_forward_hook, after, always_call=True)
+            self._pass_hooks.append(PassHook(register, of_layer=False))
         optimizer_steps.listen(self)
         losses.listen(self)
         amp.listen(self)
@@ -242,6 +246,8 @@ class Watch:
         clipping.forget(self)
         for handle in self._handles:
             handle.remove()
+        for hook in self._pass_hooks:
+            hook.detach()
         self._activations.detach()
 
     @observes("bundle")
@@ -268,6 +274,7 @@ class Watch:
         self._begin()
         self._parts.ended()
         self._activations.new_pass()
+        self._activations.end_turn()
         self._clipped.after_backward()
         self._report_missing_steps()
         name = self.loss_names.of(loss.place)
@@ -450,12 +457,27 @@ class Watch:
         self, _module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
         mode = self._passes.enter()
+        if mode == "train":
+            is_left_out = self._activations.model_called()
+        else:
+            is_left_out = self._activations.other_pass(mode, self._watch_for_training)
+        if is_left_out:
+            self._passes.leave()
+            return
         if not self._passes_declared:
             self._pass_begins(mode)
         if mode == "train" and self.bundler is not None:
             self.bundler.inputs.called(arguments, keywords)
         self._calls.enter(mode)
         self._activations.enter(None if device_kernel.capturing() else mode)
+
+    def _watch_for_training(self) -> RemovableHandle:
+        return self.model.register_forward_pre_hook(Sentinel(self._training_resumes), with_kwargs=True)
+
+    def _training_resumes(self, module: nn.Module, *given: Any) -> None:
+        """Observe a pass again, the first one with gradients after many without."""
+        self._activations.resume()
+        self._before_forward(module, *given)
 
     def _after_forward(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._passes.leave()

@@ -171,7 +171,7 @@ class TensorVersions:
     """
 
     def __init__(self) -> None:
-        self._versions: dict[int, tuple[Tensor, int]] = {}
+        self._noted: list[tuple[list[Tensor], list[int]]] = []
         self.bytes = 0
         self.is_complete = True
         self.shared: set[int] = set()
@@ -183,20 +183,22 @@ class TensorVersions:
         self.bytes += contents.bytes
         self.is_complete &= contents.is_complete
         self.shared |= contents.shared
-        for tensor in contents.tensors:
-            self._versions.setdefault(id(tensor), (tensor, version_of(tensor)))
+        self._noted.append((contents.tensors, [version_of(tensor) for tensor in contents.tensors]))
 
     def add(self, other: TensorVersions) -> None:
         """Add what was noted earlier."""
         self.bytes += other.bytes
         self.is_complete &= other.is_complete
         self.shared |= other.shared
-        self._versions.update(other._versions)
+        self._noted += other._noted
 
     def is_changed(self, tensor: Tensor) -> bool:
         """Return whether a tensor was changed in place since its version was noted. False for one that was not noted."""
-        noted = self._versions.get(id(tensor))
-        return noted is not None and version_of(tensor) != noted[1]
+        for tensors, versions in self._noted:
+            for noted, version in zip(tensors, versions, strict=True):
+                if noted is tensor:
+                    return version_of(tensor) != version
+        return False
 
 
 @dataclasses.dataclass

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from watchstep.capture.steps.record import Group, Probe
 from watchstep.capture.steps.session import Session
@@ -27,9 +28,10 @@ from watchstep.pytorch import internals
 from watchstep.pytorch.device_kernel import capturing
 from watchstep.pytorch.gate import Describe, LiveOutputs
 from watchstep.pytorch.names import Names, dtype_name, is_layer, placement_of
-from watchstep.pytorch.observable import ModuleHook, dense_values
+from watchstep.pytorch.observable import dense_values
 from watchstep.pytorch.outputs.batched import BatchedOutputs, LayerOutputs, Stability
-from watchstep.pytorch.outputs.layer_hooks import REMOVED, LayerHook, NotingHook, Removable, UnmeasuredPass
+from watchstep.pytorch.outputs.layer_hooks import REMOVED, NotingHook, UnmeasuredPass
+from watchstep.pytorch.outputs.pass_hooks import PassHook
 from watchstep.pytorch.outputs.passes import ForwardPasses
 from watchstep.pytorch.outputs.saved import SavedOutputs
 from watchstep.pytorch.probes.activations import (
@@ -45,10 +47,13 @@ from watchstep.pytorch.tensors import full_tensors
 _DEEPEST = 20
 """Maximum nesting of containers that are searched."""
 
+_MOST_NOTED = 64
+"""Maximum number of tensors of an input or output that are noted in case the loss is not finite: a batch may be a list of hundreds."""
+
 
 _Look = Callable[[list[Tensor], int, Mode], tuple[Probe, ...]]
 
-_DISPATCH_SECONDS = 15e-6
+_DISPATCH_SECONDS = 4e-6
 """Time that PyTorch takes for calling one hook, which the hook itself cannot measure: 1 µs in a loop, 15 to 20 between two convolutions, whose data
 have replaced PyTorch's code and the module in the caches. Measured on an EPYC (Zen 4) as the difference of a module with an empty hook to one without."""
 
@@ -85,7 +90,8 @@ class _Observed:
         channels, tokens, activity: Probes of its output and input.
         measured: Step and pass in which it was measured last.
         describe: Describes its output for `SavedOutputs`.
-        hook: Its hook; None for the model itself.
+        noting: What its hook calls.
+        hook: Its hook.
     """
 
     path: str
@@ -97,7 +103,8 @@ class _Observed:
     activity: UnitActivity | None
     measured: tuple[int, int] = (-1, -1)
     describe: Describe | None = None
-    hook: LayerHook | None = None
+    noting: NotingHook | None = None
+    hook: PassHook | None = None
 
     def probes(self, given: Any, output: list[Tensor], step: int, mode: Mode) -> tuple[Probe, ...]:
         """Return probes of one pass in addition to the output's row, except those of channels.
@@ -135,7 +142,7 @@ class ActivationHooks:
         names: Names,
         kernel: Kernel,
         passes: ForwardPasses,
-        handles: list[Removable],
+        pass_hooks: list[PassHook],
         part_called: Callable[[str, Mode], None],
     ) -> None:
         """Register the hooks.
@@ -145,7 +152,7 @@ class ActivationHooks:
             names: Names of the model's modules.
             kernel: Kernel for the measurements.
             passes: Decides which calls are recorded.
-            handles: Receives the handle of each hook at once, so that the hooks are also removed after an error halfway.
+            pass_hooks: Hooks of the model itself. Receives each hook at once, so that the hooks are also removed after an error halfway.
             part_called: Bound method, called with the path and mode of each recorded call outside the model's own ``forward``.
         """
         self.live = LiveOutputs()
@@ -157,7 +164,8 @@ class ActivationHooks:
         self._kernel = kernel
         self._passes = passes
         self._part_called = weakref.WeakMethod(part_called)  # a cycle would keep the model until a collection
-        self._layers: list[LayerHook] = []
+        self._pass_hooks = pass_hooks
+        self._layers: list[PassHook] = []
         self._has_hooks, self._has_parts = True, False
         self._measured = (-1, 0)
         self._saved_outputs = SavedOutputs()
@@ -176,7 +184,7 @@ class ActivationHooks:
             names.model.named_modules() if internals.sees_passes() else ()
         ):
             try:
-                hooked += self._listen(names, order, path, module, handles)
+                hooked += self._listen(names, order, path, module)
             except Exception as error:  # noqa: BLE001 - a module whose attributes raise: the others are recorded
                 session.health.fault("activations", error)
         self._hooked = hooked
@@ -188,16 +196,14 @@ class ActivationHooks:
         return _DISPATCH_SECONDS * (self._hooked if self._has_hooks else self._hooked - len(self._layers))
 
     def detach(self) -> None:
-        """Remove the hooks of layers, and drop what refers to them: a cycle would keep the model until a collection."""
-        for layer in self._layers:
-            layer.detach()
+        """Drop what refers to the hooks, which are removed: a cycle would keep the model until a collection."""
         self._layers.clear()
+        self._pass_hooks.clear()
+        self._unmeasured.repeated.forget()
         self.live.forget()
         self._saved_outputs = SavedOutputs()
 
-    def _listen(
-        self, names: Names, order: int, path: str, module: nn.Module, handles: list[Removable]
-    ) -> bool:
+    def _listen(self, names: Names, order: int, path: str, module: nn.Module) -> bool:
         """Register a hook on a module. Returns whether there is anything to record."""
         config = self._session.config
         probes = config.probes
@@ -226,19 +232,21 @@ class ActivationHooks:
             )
             if collection in flow.info.collections
         ]
-        hook = ModuleHook(self._hook(observed))
-        if len(noted) == 1:
-            of_input = noted[0] is observed.input
-            describe = self._describe(noted[0])
-            hook = NotingHook(self._hook(observed), self._unmeasured, describe, of_input=of_input)
+        describe = self._describe(noted[0]) if len(noted) == 1 else None
+        observed.noting = NotingHook(
+            self._hook(observed),
+            self._unmeasured,
+            describe,
+            functools.partial(self._too_often, observed),
+            of_input=describe is not None and noted[0] is observed.input,
+        )
         if tensors.ACTIVATIONS in observed.output.info.collections:
             observed.describe = self._describe(observed.output)
-        if is_model:
-            handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        else:
-            observed.hook = LayerHook(module, hook)
+        register = functools.partial(module.register_forward_hook, observed.noting, with_kwargs=True)
+        observed.hook = PassHook(register, of_layer=not is_model)
+        self._pass_hooks.append(observed.hook)
+        if not is_model:
             self._layers.append(observed.hook)
-            handles.append(observed.hook)
         if is_leaf:
             self._unseen.add(observed.path)
         return True
@@ -275,6 +283,34 @@ class ActivationHooks:
     def end_pass(self) -> None:
         """End a pass that the program makes by calling modules, with the update at the latest."""
         self._unmeasured.step = -1
+        self.end_turn()
+
+    def end_turn(self) -> None:
+        """Handle a backward pass or an update, between which the calls of a module are counted."""
+        self._unmeasured.repeated.end_turn(has_layer_hooks=self._has_hooks)
+
+    def model_called(self) -> bool:
+        """Count a training pass of the model. Returns whether it is not observed, because the model is called too often."""
+        return self._unmeasured.repeated.model_called(self._pass_hooks)
+
+    def other_pass(self, mode: Mode | None, sentinel: Callable[[], RemovableHandle]) -> bool:
+        """Count a pass of the model that is not of training, or has no gradients. Returns whether it is not observed.
+
+        Args:
+            mode: Mode of the pass; None if it is not recorded.
+            sentinel: Registers a hook that calls `resume` in the next pass with gradients.
+        """
+        if mode is not None and not self._schedule.is_adaptive(self._hooked_names, mode):
+            return False
+        return self._unmeasured.repeated.other_pass(self._pass_hooks, sentinel)
+
+    def resume(self) -> None:
+        """Register the hooks that `other_pass` has removed."""
+        self._unmeasured.repeated.resume(has_layer_hooks=self._has_hooks)
+
+    def _too_often(self, observed: _Observed) -> None:
+        if observed.hook is not None:
+            self._unmeasured.repeated.pause(observed.path, [observed.hook])
 
     def _any_due(self, mode: Mode) -> bool:
         """Return whether something is due for a module in a pass that begins."""
@@ -362,6 +398,9 @@ class ActivationHooks:
     def _observe(self, observed: _Observed, module: nn.Module, given: Any, output: Any) -> None:
         mode = self._passes.mode_of_call()
         if mode is None:
+            self._unmeasured.repeated.unrecorded_call(self._hooked)
+            return
+        if mode == "train" and observed.noting is not None and observed.noting.is_surplus():
             return
         if self._passes.outside and not observed.is_model:
             part_called = self._part_called()
@@ -387,7 +426,7 @@ class ActivationHooks:
                 self._measure(observed.output, output, mode, charged, look, observed.channels)
             elif module.training and mode == "train" and tensors.ACTIVATIONS in collections:
                 outputs = _real(output)
-                if outputs:
+                if 0 < len(outputs) <= _MOST_NOTED:
                     self.live.note(self._group(observed.output, outputs), outputs)
         collections = observed.input.info.collections
         if collections:
@@ -396,7 +435,7 @@ class ActivationHooks:
                 self._measure(observed.input, given, mode, charged, self._sums_of)
             elif module.training and mode == "train" and tensors.INPUTS in collections:
                 outputs = _numeric(given)
-                if outputs:
+                if 0 < len(outputs) <= _MOST_NOTED:
                     self.live.note(self._group(observed.input, outputs), outputs)
 
     def _decide_for(self, mode: Mode) -> None:

@@ -1,4 +1,4 @@
-"""Hooks of layers, which are removed for passes without measurements, or only note outputs in them."""
+"""Hooks of layers that only note outputs in passes without measurements."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import time
 import weakref
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from watchstep.capture.steps.session import Session
 from watchstep.pytorch import internals
 from watchstep.pytorch.gate import Describe, LiveOutputs, version_of
 from watchstep.pytorch.observable import ModuleHook
+from watchstep.pytorch.outputs.pass_hooks import RepeatedCalls
 
 # Called for each module of each pass, so they are not looked up there.
 is_compiling = torch.compiler.is_compiling
@@ -23,46 +23,6 @@ graph_task_id, functorch_level = internals.graph_task_id, internals.functorch_le
 
 REMOVED = object()
 """The output of a call of a hook that was removed meanwhile by another thread: PyTorch leaves the keywords out."""
-
-
-class LayerHook:
-    """The hook of a layer, which is removed for passes without measurements: any hook makes each call of a module slower.
-
-    Attributes:
-        is_called: Whether it has ever been called. In compiled code it is not, and PyTorch would compile anew if it came and went.
-    """
-
-    __slots__ = ("_call", "_handle", "_module", "is_called")
-
-    def __init__(self, module: nn.Module, call: ModuleHook) -> None:
-        self._module, self._call = module, call
-        self._handle: RemovableHandle | None = None
-        self.is_called = False
-        self.register()
-
-    def register(self) -> None:
-        """Register it if it is not."""
-        if self._handle is None:
-            self._handle = self._module.register_forward_hook(self._call, with_kwargs=True)
-
-    def remove(self) -> None:
-        """Remove it if it is registered."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
-
-    def detach(self) -> None:
-        """Remove it for good, and drop what it calls."""
-        self.remove()
-        del self._call, self._module
-
-
-class Removable(Protocol):
-    """A registered hook."""
-
-    def remove(self) -> None:
-        """Remove it."""
-        ...
 
 
 class UnmeasuredPass:
@@ -76,20 +36,33 @@ class UnmeasuredPass:
             and a loss that is logged as NaN ends it.
         output: The output of the model in the last such pass.
         note: Notes an output, see `LiveOutputs.append`.
+        repeated: Counts the calls of modules, also in other passes of training.
     """
 
-    __slots__ = ("note", "of_parts", "output", "recorder", "session", "step", "thread", "time_ns")
+    __slots__ = ("note", "of_parts", "output", "recorder", "repeated", "session", "step", "thread", "time_ns")
 
     def __init__(self, session: Session, live: LiveOutputs) -> None:
         self.step, self.thread, self.time_ns = -1, -1, 0
         self.of_parts = False
         self.output: weakref.ref[Tensor] | None = None
         self.recorder, self.session, self.note = session.recorder, session, live.append
+        self.repeated = RepeatedCalls(session)
 
     def begin(self, *, of_parts: bool) -> None:
         """Begin such a pass on this thread."""
         self.step, self.thread, self.of_parts = self.recorder.step, get_ident(), of_parts
         self.time_ns = time.time_ns()
+
+
+class Sentinel(ModuleHook):
+    """The only hook of a model in passes of which nothing is recorded: it calls a function in the first pass of training with gradients."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        """Call the function if this is such a pass."""
+        if module.training and torch.is_grad_enabled():
+            super().__call__(module, *given)
 
 
 class NotingHook(ModuleHook):
@@ -99,19 +72,38 @@ class NotingHook(ModuleHook):
     the general case decides again at each call, because a program may change it within a pass, is compared here.
     """
 
-    __slots__ = ("_describe", "_of_input", "_unmeasured")
+    __slots__ = ("_calls", "_describe", "_of_input", "_too_often", "_turn", "_unmeasured")
 
     def __init__(
-        self, call: Callable[..., None], unmeasured: UnmeasuredPass, describe: Describe, *, of_input: bool
+        self,
+        call: Callable[..., None],
+        unmeasured: UnmeasuredPass,
+        describe: Describe | None,
+        too_often: Callable[[], None],
+        *,
+        of_input: bool,
     ) -> None:
+        """Create it.
+
+        Args:
+            call: Called in other passes.
+            unmeasured: The present pass.
+            describe: Describes what is noted; None if the general case always decides.
+            too_often: Called at each call beyond those that are observed in a turn.
+            of_input: Whether the input is noted.
+        """
         super().__init__(call)
         self._unmeasured, self._describe, self._of_input = unmeasured, describe, of_input
+        self._too_often = too_often
+        self._turn = self._calls = 0
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any = REMOVED) -> None:
         """Note the output of the module, or its only argument, or measure it."""
         if is_compiling() or output is REMOVED:  # a compiler that looks at the output may warn
             return
         unmeasured = self._unmeasured
+        if unmeasured.repeated.ignores_unrecorded and not torch.is_grad_enabled():
+            return
         noted = output
         if self._of_input:
             noted = args[0] if len(args) == 1 and not kwargs else None
@@ -120,6 +112,7 @@ class NotingHook(ModuleHook):
         if (
             unmeasured.step == unmeasured.recorder.step
             and type(noted) is Tensor
+            and self._describe is not None
             and module.training
             and unmeasured.session.mode == "train"
             and unmeasured.thread == get_ident()
@@ -127,6 +120,22 @@ class NotingHook(ModuleHook):
             and functorch_level.value() is None
             and not (unmeasured.of_parts and (unmeasured.recorder.logged_nan or not torch.is_grad_enabled()))
         ):
-            unmeasured.note((self._describe, (weakref.ref(noted),), (version_of(noted),), unmeasured.time_ns))
+            if not self.is_surplus():
+                unmeasured.note(
+                    (self._describe, (weakref.ref(noted),), (version_of(noted),), unmeasured.time_ns)
+                )
         else:
             super().__call__(module, args, kwargs, output)
+
+    def is_surplus(self) -> bool:
+        """Count a call in a pass of training. Returns whether it is beyond those that are observed in a turn."""
+        repeated = self._unmeasured.repeated
+        if self._turn != repeated.turn:
+            self._turn, self._calls = repeated.turn, 1
+            return False
+        self._calls += 1
+        repeated.number += 1
+        if self._calls <= repeated.most:
+            return False
+        self._too_often()
+        return True
