@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from watchstep import CaptureConfig, Hook, Run, open_run
+from watchstep.errors import NotFoundError
 
 EVERY_STEP = CaptureConfig(overhead_budget=None, system=None)
 """Everything at every step without an overhead budget, and no system figures: counts in tests must not depend on the clock."""
@@ -24,6 +25,15 @@ def recorded(hook: Hook) -> Run:
     hook.close()
     assert not hook.health["faults"]
     return open_run(hook.run_url)
+
+
+def wait_until_there(hook: Hook) -> Run:
+    """Open the run of a hook that continues, as soon as the store has it."""
+    while True:
+        try:
+            return open_run(hook.run_url)
+        except NotFoundError:
+            hook._session.queue.wake.set()
 
 
 def small_model(seed: int = 0) -> nn.Sequential:

@@ -145,6 +145,7 @@ class Watch:
     """
 
     running_statistics: RunningStatistics | None = None
+    _handed_over = -1
 
     def __init__(
         self,
@@ -388,6 +389,8 @@ class Watch:
             self._check_update(optimizer, updated, is_nonfinite=attempt.nonfinite)
         self._parameters.after_update(optimizer, updated, self._recorder.step)
         self._stale.after_step(optimizer, updated.parameters)
+        if attempt is not None and attempt.nonfinite:
+            self._hand_over_bad(optimizer)
         self._finish(optimizer)
 
     @observes("loaded weights")
@@ -593,6 +596,13 @@ class Watch:
             self._recorder.begin()
             self._recorder.finish()
             self._report_unseen()
+
+    def _hand_over_bad(self, optimizer: Optimizer) -> None:
+        """Pass the rows of the first bad update in a step that this optimizer does not end: a first stage's optimizer, which counts the steps, may never step again."""
+        is_counting = self.counts_steps and self._counting.counts(optimizer)
+        if not is_counting and self._handed_over != self._recorder.step:
+            self._handed_over = self._recorder.step
+            self._recorder.hand_over_unfinished()
 
     def _handle_skip(self, optimizer: Optimizer) -> bool:
         """Discard the gradients of an update that a scaler skips, and bundle the step if its loss is not finite. Returns whether it is of this model."""

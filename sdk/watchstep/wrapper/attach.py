@@ -26,7 +26,7 @@ from watchstep.pytorch import internals, losses
 from watchstep.pytorch.loaders.loader_samples import EarlySamples
 from watchstep.pytorch.losses import BackwardLoss
 from watchstep.pytorch.parameters import amp, optimizer_steps
-from watchstep.pytorch.parameters.updates import UPDATES_OF_OTHER
+from watchstep.pytorch.parameters.updates import UpdatesOfOthers
 from watchstep.pytorch.watch import Watch
 from watchstep.unattended import start_hook
 
@@ -135,7 +135,7 @@ class Trainings:
         self._hook, self._first = weakref.ref(hook), weakref.ref(first)
         self._recorded: weakref.WeakSet[Optimizer] = weakref.WeakSet((first,))
         self._left_out: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._since_first = 0
+        self._others = UpdatesOfOthers()
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
         """Watch the model of an optimizer that is new, in this recording or in the next one."""
@@ -176,10 +176,10 @@ class Trainings:
     def _count(self, optimizer: Optimizer) -> None:
         """Let another optimizer count the steps of the run if the first one is gone, as that of an inner loop, or steps no more."""
         first = self._first()
-        self._since_first = 0 if optimizer is first else self._since_first + 1
-        if first is not None and self._since_first < UPDATES_OF_OTHER:
+        self._others.add(is_own=optimizer is first)
+        if first is not None and not self._others.has_ended:
             return
-        self._first, self._since_first, hook = weakref.ref(optimizer), 0, self._hook()
+        self._first, self._others, hook = weakref.ref(optimizer), UpdatesOfOthers(own=1), self._hook()
         watches = [] if hook is None else hook._watches  # noqa: SLF001 - part of the SDK
         counting = [watch for watch in watches if _updates(optimizer, watch)]
         if counting:

@@ -16,7 +16,7 @@ import torch
 from tests.conftest import S3
 from tests.sdk.format.blocks import Row, block_of
 from tests.sdk.reading.stored import FIRST, LOSS, SECOND, new_run, sharded_rows, write
-from tests.sdk.training import EVERY_STEP, Training
+from tests.sdk.training import EVERY_STEP, Training, wait_until_there
 from watchstep import Bounds, Cadence, CaptureConfig, Collection, Hook, Run, open_run
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, StoreError
 from watchstep.format.layout import SCHEMA_VERSION
@@ -115,14 +115,6 @@ def test_waiting_for_steps_of_a_run_that_continues(tmp_path: Path) -> None:
     writer.join()
     hook.close()
     assert run.wait_for_steps([5, 1000]) == [5]
-
-
-def wait_until_there(hook: Hook) -> Run:
-    while True:
-        try:
-            return open_run(hook.run_url)
-        except NotFoundError:
-            hook._session.queue.wake.set()
 
 
 def test_waiting_has_an_end(tmp_path: Path) -> None:

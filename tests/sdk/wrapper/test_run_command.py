@@ -21,7 +21,7 @@ from watchstep.format import documents, segment
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.documents import EndDocument
 from watchstep.format.layout import CONTROL_DOCUMENT, LAUNCHES, SEGMENTS, SegmentKey, end_document
-from watchstep.pytorch.parameters.updates import UPDATES_OF_OTHER
+from watchstep.pytorch.parameters.updates import MIN_UPDATES_OF_OTHERS
 from watchstep.reading.run_documents import find_runs
 from watchstep.stopping import EXIT_STOPPED
 from watchstep.store.local import MARKER
@@ -252,7 +252,7 @@ import torch
 from torch import nn
 torch.manual_seed(0)
 kept = []
-for steps in (10, 250):
+for steps in (12, 250):
     model = nn.Linear(4, 1)
     kept.append(torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(steps):
@@ -266,7 +266,7 @@ for steps in (10, 250):
 def test_steps_are_counted_by_another_optimizer_once_the_first_one_steps_no_more(tmp_path: Path) -> None:
     run_program(tmp_path, KEPT)
     (end,) = ends(tmp_path)
-    assert end.last_step == 10 + 250 - UPDATES_OF_OTHER - 1
+    assert end.last_step == 12 + 250 - MIN_UPDATES_OF_OTHERS - 1
 
 
 META_LEARNING = """

@@ -199,8 +199,44 @@ def _is_same(before: list[Tensor], after: list[Tensor] | None) -> bool:
 _UPDATES_OF_SAME = 3
 """Number of consecutive updates by another optimizer of the same parameters after which that optimizer counts."""
 
-UPDATES_OF_OTHER = 200
-"""As above, for an optimizer of other parameters: a critic may step many times between two steps of its generator."""
+_KNOWN_UPDATES = 10
+_UPDATES_OF_UNKNOWN = 200
+"""Consecutive updates by optimizers of other parameters after which one of them counts, while the counting one has made fewer than
+`_KNOWN_UPDATES`: a critic may be trained alone first."""
+
+MIN_UPDATES_OF_OTHERS = 20
+_TIMES_MOST = 4
+"""As above, later: so many times the number that have ever been between two updates of the counting one, as a critic may step often between two steps
+of its generator, and at least `MIN_UPDATES_OF_OTHERS`."""
+
+
+@dataclass
+class UpdatesOfOthers:
+    """Consecutive updates by other optimizers than the one that counts the steps of the run.
+
+    Attributes:
+        number: Their number since its last update.
+        most: Their largest number between two of its updates.
+        own: Number of its updates.
+    """
+
+    number: int = 0
+    most: int = 0
+    own: int = 0
+
+    def add(self, *, is_own: bool) -> None:
+        """Count an update."""
+        if is_own:
+            self.most, self.number, self.own = max(self.most, self.number), 0, self.own + 1
+        else:
+            self.number += 1
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the counting optimizer steps no more, as that of a first stage of training."""
+        if self.own < _KNOWN_UPDATES:
+            return self.number >= _UPDATES_OF_UNKNOWN
+        return self.number >= max(MIN_UPDATES_OF_OTHERS, _TIMES_MOST * self.most)
 
 
 class CountingOptimizer:
@@ -213,7 +249,7 @@ class CountingOptimizer:
     def __init__(self, optimizer: Optimizer | None) -> None:
         self._reference = None if optimizer is None else weakref.ref(optimizer)
         self._parameters: frozenset[int] = frozenset()
-        self._other_updates = 0
+        self._others = UpdatesOfOthers()
 
     def counts(self, optimizer: Optimizer) -> bool:
         """Return whether this optimizer's updates are steps of the run."""
@@ -231,24 +267,21 @@ class CountingOptimizer:
             optimizer: An optimizer of watched parameters.
             parameters: Ids of all its parameters.
         """
-        if self.counts(optimizer):
-            self._other_updates = 0
+        is_own = self.counts(optimizer)
+        self._others.add(is_own=is_own)
+        if is_own:
             if len(parameters) != len(self._parameters):
                 self._parameters = frozenset(parameters)
         elif self._reference is None or self._reference() is None:
             self._replace(optimizer, parameters)
         else:
-            self._other_updates += 1
-            shared = self._other_updates == _UPDATES_OF_SAME and not self._parameters.isdisjoint(parameters)
-            if shared or self._other_updates >= UPDATES_OF_OTHER:
+            shared = self._others.number == _UPDATES_OF_SAME and not self._parameters.isdisjoint(parameters)
+            if shared or self._others.has_ended:
                 self._replace(optimizer, parameters)
 
     def _replace(self, optimizer: Optimizer, parameters: Collection[int]) -> None:
-        self._reference, self._parameters, self._other_updates = (
-            weakref.ref(optimizer),
-            frozenset(parameters),
-            0,
-        )
+        self._reference, self._parameters = weakref.ref(optimizer), frozenset(parameters)
+        self._others = UpdatesOfOthers(own=1)
 
 
 METRIC = "gradients:stale"

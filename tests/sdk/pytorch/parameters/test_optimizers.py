@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.sdk.training import (
     closure_of,
     recorded,
     small_model,
+    wait_until_there,
     watched_training,
     with_sgd,
 )
@@ -42,17 +44,44 @@ def test_a_new_optimizer_takes_the_place_of_one_that_is_gone(tmp_path: Path) -> 
     assert run.tensor(f"{WEIGHT}:gradient").steps() == list(range(7))
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_an_optimizer_that_continues_alone_counts_after_a_while(tmp_path: Path, shares: bool) -> None:
+@pytest.mark.parametrize(("first", "shares", "before"), [(3, True, 3), (3, False, 200), (12, False, 20)])
+def test_an_optimizer_that_continues_alone_counts_after_a_while(
+    tmp_path: Path, first: int, shares: bool, before: int
+) -> None:
     hook, training = watched_training(tmp_path)
-    training.run(3)
+    training.run(first)
     _reference, rest = training.optimizer, training.model if shares else nn.Linear(2, 2)
     if not shares:
         training.model.add_module("extra", rest)
     training.optimizer = torch.optim.SGD(rest.parameters(), lr=0.0)
-    before = 3 if shares else 200
     training.run(before + 5)
-    assert recorded(hook).steps()[-1] == 3 + 5
+    assert recorded(hook).steps()[-1] == first + 5
+
+
+def test_a_critic_that_steps_as_often_as_ever_does_not_count(tmp_path: Path) -> None:
+    hook, training = watched_training(tmp_path)
+    training.model.add_module("extra", critic := nn.Linear(2, 2))
+    generator, other = training.optimizer, torch.optim.SGD(critic.parameters(), lr=0.0)
+    for _ in range(12):
+        for optimizer, steps in ((other, 25), (generator, 1)):
+            training.optimizer = optimizer
+            training.run(steps)
+    assert recorded(hook).steps()[-1] == 12 - 1
+
+
+def test_a_bad_update_by_an_optimizer_that_does_not_count_is_passed_on_at_once(tmp_path: Path) -> None:
+    hook, training = watched_training(tmp_path)
+    training.run(12)
+    _reference, head = training.optimizer, nn.Linear(2, 2)
+    training.model.add_module("head", head)
+    training.optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    x, _ = batches(1)[0]
+    (training.model(x).sum() * math.nan).backward()
+    training.optimizer.step()
+    run = wait_until_there(hook)
+    assert run.wait_for_steps([12], timeout=60) == [12]
+    assert run.tensor("head.weight:gradient").statistics()["nan"].to_pylist() == [4]
+    hook.close()
 
 
 class Lookahead(torch.optim.Optimizer):
