@@ -93,9 +93,15 @@ class Buffers:
         self._capture = session.full_tensors
         self._schedule = session.schedule
         self._model = names.model
+        self._names = names
         self._kernel = kernel
         self._parameters = parameters
         self._measured = -1
+        self.list_layers()
+
+    def list_layers(self) -> None:
+        """Find the running statistics of the layers that the model has now."""
+        names = self._names
         self._groups: dict[tuple[str, ...], Group] = {}
         self._by_collections: dict[tuple[str, ...], list[_Buffer]] = {}
         for order, (path, module) in enumerate(names.model.named_modules()):

@@ -394,11 +394,17 @@ def modules_of(module: nn.Module) -> dict[int, nn.Module]:
         each = waiting.pop()
         if id(each) not in modules:
             modules[id(each)] = each
-            # A module whose constructor has not finished stores none: that is no fault of PyTorch, and its method raises.
-            stored = None if _modules.is_missing else each.__dict__.get(_modules.name)
-            children = dict(each.named_children()) if stored is None else stored
-            waiting += [child for child in children.values() if child is not None]
+            waiting += [child for child in children_of(each).values() if child is not None]
     return modules
+
+
+def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """Return the modules that a module stores, which may change later."""
+    # A module whose constructor has not finished stores none: that is no fault of PyTorch, and its method raises.
+    stored: Mapping[str, nn.Module | None] | None = (
+        None if _modules.is_missing else module.__dict__.get(_modules.name)
+    )
+    return dict(module.named_children()) if stored is None else stored
 
 
 def buffers_of(module: nn.Module) -> Mapping[str, Tensor | None]:

@@ -91,7 +91,7 @@ class Restored:
 
     Attributes:
         number: number of running statistics that were restored.
-        nonfinite: names of buffers that stay non-finite, and were finite when the model was watched.
+        nonfinite: names of buffers that stay non-finite, and were finite when the model was watched or their module was added.
     """
 
     number: int = 0
@@ -103,21 +103,29 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._statistics = [
-            _Statistic(f"{path}.{leaf}" if path else leaf, module, leaf)
-            for path, module in model.named_modules()
+        self._statistics: list[_Statistic] = []
+        self._nonfinite_before: set[str] = set()
+        self._is_first_pass, self._has_passed = True, False
+        self.list_statistics()
+        self._copy()
+
+    def list_statistics(self) -> None:
+        """Find the statistics of the modules that the model has now. Copies of those that it had before are kept."""
+        known = {(id(each.module), each.leaf): each for each in self._statistics}
+        places = [
+            (path, module, leaf)
+            for path, module in self._model.named_modules()
             if isinstance(module, internals.norm_base.value)
             for leaf in ("running_mean", "running_var")
         ]
-        self._statistics += [
-            _Statistic(f"{path}.{leaf}" if path else leaf, module, leaf)
-            for _, path, module, leaf, _ in own_statistics(model)
+        places += [(path, module, leaf) for _, path, module, leaf, _ in own_statistics(self._model)]
+        statistics = [
+            known.get((id(module), leaf)) or _Statistic(f"{path}.{leaf}" if path else leaf, module, leaf)
+            for path, module, leaf in places
         ]
-        self._statistics = [statistic for statistic in self._statistics if statistic.values() is not None]
-        self._nonfinite_before = set(self._nonfinite())
-        self._parameters = list(model.parameters())
-        self._is_first_pass, self._has_passed = True, False
-        self._copy()
+        self._statistics = [statistic for statistic in statistics if statistic.values() is not None]
+        self._nonfinite_before.update(self._nonfinite())
+        self._parameters = list(self._model.parameters())
 
     def pass_begins(self) -> None:
         """Handle the start of a forward pass of training: copy what it may change."""

@@ -52,14 +52,19 @@ from watchstep.pytorch.parameters.updates import (
     OverdueUpdates,
     ParametersNotInOptimizer,
     StaleGradients,
+    UpdatesInStep,
 )
 from watchstep.pytorch.policy.update_policy import UpdatePolicy
 from watchstep.pytorch.running_statistics import RunningStatistics
+from watchstep.pytorch.structure import Structure
 from watchstep.pytorch.tensors import snapshots
 
 _STEPS_UNTIL_REPORT = (
     3  # number of finished steps after which tensors without rows are reported as not observed
 )
+_MAX_CHANGES = 20
+"""Number of steps before which the program may replace modules of the model so that the new ones are observed."""
+
 _MAX_PASSES = 500  # number of backward passes without an update after which a warning is reported
 
 
@@ -145,7 +150,8 @@ class Watch:
     """
 
     running_statistics: RunningStatistics | None = None
-    _handed_over = -1
+    _handed_over = _looked_at = -1
+    _changes = 0
 
     def __init__(
         self,
@@ -184,7 +190,7 @@ class Watch:
         self._closure_called = False
         self._backward = (-1, 0)
         self._attempts: OptimizerMap[_Attempt] = OptimizerMap()
-        self._counting = CountingOptimizer(optimizer)
+        self._counting, self._others = CountingOptimizer(optimizer), UpdatesInStep()
         kernel: Kernel = TorchKernel()
         names = Names(model, name, session.config.chosen, session.used_collections, replicated=replicated)
         self.model = names.model
@@ -221,6 +227,7 @@ class Watch:
         self._schedule.measure_floor(own_work)
         snapshots.pin_memory(self._session, list(names.parameters().values()))
         leave_hooks_out_of_scripts()
+        self._structure = Structure(self.model)
         if internals.sees_passes():
             before = ModuleHook(self._before_forward)
             register = functools.partial(self.model.register_forward_pre_hook, before, with_kwargs=True)
@@ -389,8 +396,10 @@ class Watch:
             self._check_update(optimizer, updated, is_nonfinite=attempt.nonfinite)
         self._parameters.after_update(optimizer, updated, self._recorder.step)
         self._stale.after_step(optimizer, updated.parameters)
-        if attempt is not None and attempt.nonfinite:
-            self._hand_over_bad(optimizer)
+        if not self._ends_step(optimizer):
+            self._others.add(self._recorder.step)
+            if attempt is not None and attempt.nonfinite:
+                self._hand_over_bad()
         self._finish(optimizer)
 
     @observes("loaded weights")
@@ -525,6 +534,9 @@ class Watch:
         if system is not None:
             system.times.forward()
         self._begin()
+        if self._looked_at != self._recorder.step:
+            self._looked_at = self._recorder.step
+            self._look_at_modules()
         self._session.samples.pass_begins(mode, self._recorder.last_finished + 1)
         self._parts.began()
         self._activations.live.forget()
@@ -535,6 +547,25 @@ class Watch:
         if logged_nan := self._recorder.logged_nan:
             self._suspect()
         self._missing.pass_begins(logged_nan=logged_nan)
+
+    def _look_at_modules(self) -> None:
+        """Observe the modules that the program has put into the model since the last step."""
+        if self._changes >= _MAX_CHANGES or not self._structure.has_changed():
+            return
+        self._changes += 1
+        if self._changes == _MAX_CHANGES:
+            self._health.note(
+                "modules",
+                f"the program has replaced modules before {_MAX_CHANGES} steps; those that it replaces from step {self._recorder.step} on are not "
+                "observed, nor are their buffers",
+            )
+        self._activations.list_modules()
+        self._buffers.list_layers()
+        self._checks.list_buffers()
+        if self.running_statistics is not None:
+            self.running_statistics.list_statistics()
+        if self.bundler is not None:
+            self.bundler.inputs.modules_changed(self.model)
 
     def _suspect(self) -> None:
         """Handle a non-finite loss or gradient norm: check buffers, which this pass has changed, now and updated tensors later."""
@@ -587,20 +618,23 @@ class Watch:
             return False
         self._counting.updates(optimizer, updated.ids)
         self._passes.set_training_thread()
-        if self.counts_steps and self._counting.counts(optimizer):
+        if self._ends_step(optimizer):
             self._recorder.begin()
         return True
 
+    def _ends_step(self, optimizer: Optimizer) -> bool:
+        """Return whether an update by this optimizer ends a step of the run."""
+        return self.counts_steps and self._counting.counts(optimizer)
+
     def _finish(self, optimizer: Optimizer) -> None:
-        if self.counts_steps and self._counting.counts(optimizer):
+        if self._ends_step(optimizer):
             self._recorder.begin()
             self._recorder.finish()
             self._report_unseen()
 
-    def _hand_over_bad(self, optimizer: Optimizer) -> None:
-        """Pass the rows of the first bad update in a step that this optimizer does not end: a first stage's optimizer, which counts the steps, may never step again."""
-        is_counting = self.counts_steps and self._counting.counts(optimizer)
-        if not is_counting and self._handed_over != self._recorder.step:
+    def _hand_over_bad(self) -> None:
+        """Pass the rows of the first bad update in a step that may never end: the optimizer of a first stage, which counts the steps, steps no more."""
+        if self._others.is_overdue and self._handed_over != self._recorder.step:
             self._handed_over = self._recorder.step
             self._recorder.hand_over_unfinished()
 
@@ -648,9 +682,8 @@ class Watch:
     ) -> None:
         self._accumulated.undivide()
         if not self._begin_update(optimizer, updated):
-            counts = self.counts_steps and self._counting.counts(optimizer)
             if (
-                counts or self._counting.is_gone
+                self._ends_step(optimizer) or self._counting.is_gone
             ):  # another optimizer without parameters of the model has replaced it
                 self._not_in_optimizer.measure(self._recorder.step)
             return

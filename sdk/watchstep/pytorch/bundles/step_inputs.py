@@ -301,13 +301,17 @@ class BufferCopies:
     """
 
     def __init__(self, model: nn.Module, limit: int) -> None:
+        self._limit = limit
+        self.list_places(model)
+
+    def list_places(self, model: nn.Module) -> None:
+        """Find the buffers of the modules that the model has now, and drop all copies."""
         places = [
             (f"{path}.{leaf}" if path else leaf, module, leaf)
             for path, module in model.named_modules()
             for leaf in internals.buffers_of(module)
         ]
         self._places = sorted(places, key=lambda place: not isinstance(place[1], internals.norm_base.value))
-        self._limit = limit
         self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._repeat: _RepeatedCopy | None = None
         self.left_out: set[str] = set()
@@ -388,14 +392,18 @@ class StepInputs:
         self._next_batches: dict[int, tuple[Any, TensorVersions]] = {}
         self._next_random: TorchStates | None = None
         self._given = False
-        # Those of inference tensors do not change, and have no versions.
-        self._parameters = [parameter for parameter in model.parameters() if not parameter.is_inference()]
+        self._parameters = _counted(model)
         self._parameter_versions: list[int] = []
         self._bytes: float = 0  # of earlier micro-batches; infinite if they are not all counted
         self.micro_batches: list[MicroBatch] = []
         self.buffers = BufferCopies(model, config.buffer_bytes)
         self.step = -1
         self.loader: tuple[int, int, Any] | None = None
+
+    def modules_changed(self, model: nn.Module) -> None:
+        """Handle modules that the program has replaced, before the first pass of a step."""
+        self._parameters = _counted(model)
+        self.buffers.list_places(model)
 
     def begin_pass(self, step: int) -> None:
         """Handle the start of a forward pass of training."""
@@ -495,6 +503,11 @@ class StepInputs:
             if not is_kept:
                 batch.drop()
                 size = self._config.reference_bytes + 1
+
+
+def _counted(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model without those of inference tensors, which do not change, and have no versions."""
+    return [parameter for parameter in model.parameters() if not parameter.is_inference()]
 
 
 def _noted(batch: Any) -> TensorVersions:

@@ -179,16 +179,34 @@ class ActivationHooks:
         probes = session.config.probes
         self._unchanged = Unchanged(probes)
         self._sums = ChannelSums(probes)
-        hooked = 0
-        for order, (path, module) in enumerate(
-            names.model.named_modules() if internals.sees_passes() else ()
-        ):
+        self._names = names
+        self._hooks_of: dict[int, PassHook] = {}
+        self._hooked = 0
+        self._is_reported = False
+        self.list_modules()
+
+    def list_modules(self) -> None:
+        """Register hooks on the modules that the model has now, and remove those of modules that it had before."""
+        modules = list(self._names.model.named_modules()) if internals.sees_passes() else []
+        present = {id(module) for _, module in modules}
+        self.resume()
+        for key in [key for key in self._hooks_of if key not in present]:
+            hook = self._hooks_of.pop(key)
+            for hooks in (self._pass_hooks, self._layers):
+                hooks[:] = [each for each in hooks if each is not hook]
+            hook.detach()
+        for order, (path, module) in enumerate(modules):
             try:
-                hooked += self._listen(names, order, path, module)
+                if id(module) not in self._hooks_of:
+                    self._listen(self._names, order, path, module)
             except Exception as error:  # noqa: BLE001 - a module whose attributes raise: the others are recorded
-                session.health.fault("activations", error)
-        self._hooked = hooked
+                self._session.health.fault("activations", error)
+        self._hooked = len(self._hooks_of)
         self._hooked_names = frozenset(itertools.chain(*self._hooked_collections))
+        self._saved_outputs = SavedOutputs()  # graphs have another form now
+        self._keep_hooks(needed=True)
+        if self._is_reported:
+            self._unseen.clear()
 
     @property
     def dispatch_seconds(self) -> float:
@@ -199,12 +217,13 @@ class ActivationHooks:
         """Drop what refers to the hooks, which are removed: a cycle would keep the model until a collection."""
         self._layers.clear()
         self._pass_hooks.clear()
+        self._hooks_of.clear()
         self._unmeasured.repeated.forget()
         self.live.forget()
         self._saved_outputs = SavedOutputs()
 
-    def _listen(self, names: Names, order: int, path: str, module: nn.Module) -> bool:
-        """Register a hook on a module. Returns whether there is anything to record."""
+    def _listen(self, names: Names, order: int, path: str, module: nn.Module) -> None:
+        """Register a hook on a module if there is anything to record."""
         config = self._session.config
         probes = config.probes
         is_leaf, is_model = is_layer(path, module), not path
@@ -222,7 +241,7 @@ class ActivationHooks:
             activity if activity.applies else None,
         )
         if not (observed.output.info.collections or observed.input.info.collections):
-            return False
+            return
         self._hooked_collections |= {observed.output.info.collections, observed.input.info.collections} - {()}
         noted = [
             flow
@@ -245,15 +264,16 @@ class ActivationHooks:
         register = functools.partial(module.register_forward_hook, observed.noting, with_kwargs=True)
         observed.hook = PassHook(register, of_layer=not is_model)
         self._pass_hooks.append(observed.hook)
+        self._hooks_of[id(module)] = observed.hook
         if not is_model:
             self._layers.append(observed.hook)
         if is_leaf:
             self._unseen.add(observed.path)
-        return True
 
     def take_unseen(self) -> list[str]:
         """Return modules without a call of their hook: compiled, or not part of the forward pass. Calls are no longer noted."""
         unseen = sorted(self._unseen)
+        self._is_reported = True
         self._unseen.clear()
         return unseen
 

@@ -158,9 +158,18 @@ class FiniteChecks:
         self._recorded: tuple[int, set[_Key]] = (-1, set())
         self._suspected, self._consecutive, self._due = -2, 0, -1
         self._gap, self._follow_up = 0, -1
-        self._buffers = list(self._normalization_buffers()) if self._enabled else []
-        self._own = list(self._own_buffers()) if self._enabled else []
-        self._note_starts(list(self._current_buffers()))
+        self._buffers: list[tuple[nn.Module, str, TensorInfo, Placement]] = []
+        self._own: list[_OwnBuffer] = []
+        self.list_buffers()
+
+    def list_buffers(self) -> None:
+        """Find the buffers of the modules that the model has now."""
+        if not self._enabled:
+            return
+        noted = {checked.key for checked in self._current_buffers()}
+        self._buffers = list(self._normalization_buffers())
+        self._own = list(self._own_buffers())
+        self._note_starts([checked for checked in self._current_buffers() if checked.key not in noted])
 
     def suspect(self, step: int) -> None:
         """Schedule a check of the updates of a step with a non-finite value. In a long sequence of such steps, checks become rarer."""

@@ -239,6 +239,32 @@ class UpdatesOfOthers:
         return self.number >= max(MIN_UPDATES_OF_OTHERS, _TIMES_MOST * self.most)
 
 
+@dataclass
+class UpdatesInStep:
+    """Updates in a step by optimizers that do not end it.
+
+    Attributes:
+        number: Their number so far in the present step.
+        most: Their largest number in any earlier step.
+        step: The present step.
+    """
+
+    number: int = 0
+    most: int = 0
+    step: int = -1
+
+    def add(self, step: int) -> None:
+        """Count an update in a step."""
+        if step != self.step:
+            self.most, self.number, self.step = max(self.most, self.number), 0, step
+        self.number += 1
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the step has more than any before it, so that it may never end."""
+        return self.number > self.most
+
+
 class CountingOptimizer:
     """The optimizer that defines the steps of the run: the passed one or the first one, later its replacement.
 
