@@ -189,6 +189,7 @@ class UpdateReader:
                 self._activations.about_to_dispatch(step, has_inner_updates=function.has_inner_updates)
             self._measure_weights(function, arguments)
             if not function.has_inner_updates:  # else a call has several steps
+                self._bundles.keep_donated(function)
                 self._bundles.write_requested(self._session.recorder.step, function, arguments)
         except StopTraining:
             raise
@@ -324,7 +325,7 @@ class UpdateReader:
                     rings[id(ring_model)] = ring_model, ring_model.ring
             if copied := [(ring_model, ring) for ring_model, ring in rings.values() if ring.dispatched()]:
                 self._dispatches.append(copied)
-            self._bundles.called(function, arguments, result)
+            self._bundles.called(function, tuple(update.layout for update in outputs), arguments, result)
         except Exception as error:  # noqa: BLE001 - as above
             self._session.health.fault("jax", error)
 
@@ -404,6 +405,7 @@ class UpdateReader:
             self._activations.close()
         self._models.clear()
         self._pending = []
+        self._bundles.forget()
 
     def count_by_hand(self) -> None:
         """Record the updates so far, whose step `Hook.step` ends, and count steps by it from now on.

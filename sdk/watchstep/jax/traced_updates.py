@@ -130,7 +130,7 @@ class TracedUpdate:
         emitted, skipped, withheld: as in `UpdateOutputs`.
         passed: the gradients that the program passed, if ``gradients`` are accumulated ones.
         returned: the last call.
-        state: the optimizer's state before it.
+        state: the optimizer's state before it; of several calls, that of each.
         rank: as in `UpdateLayout`.
     """
 
@@ -157,7 +157,7 @@ class TracedUpdate:
             skipped=self.skipped if later.skipped is None else later.skipped,
             withheld=self.withheld if later.withheld is None else later.withheld,
             returned=later.returned,
-            state=self.state if jax.tree_util.tree_leaves(self.state) else later.state,
+            state=(self.state, later.state),
         )
 
     @property

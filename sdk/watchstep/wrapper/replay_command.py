@@ -139,7 +139,7 @@ def _replay_jax(bundle: Bundle, options: argparse.Namespace) -> NoReturn:
 
     with _running_program():
         result = replay_jax_step(bundle, load_program_step(options.program, JaxStep))
-    result = dataclasses.replace(result, notes=_changes(bundle, options.program))
+    result = dataclasses.replace(result, notes=(*result.notes, *_changes(bundle, options.program)))
     text = f"{escaped_json(json.dumps(result.data(), indent=2))}\n" if options.json else str(result)
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -128,6 +128,62 @@ def test_a_batch_that_the_program_has_overwritten_is_not_that_of_the_bad_step(tm
     assert "has written to an array" in hook.health["notes"]["bundles"]
 
 
+@pytest.mark.parametrize("first_bad", [0, 3])
+@pytest.mark.parametrize("donates", [False, True])
+def test_a_bundle_has_what_the_step_carries_as_it_was_before(
+    tmp_path: Path, *, donates: bool, first_bad: int
+) -> None:
+    hook = Hook(tmp_path, on_nonfinite="skip", config=CaptureConfig(overhead_budget=None))
+    Recording(hook)
+    scale, rate = optax.scale_by_adam(), optax.scale_by_schedule(lambda count: -0.1 / (1 + count))
+    arguments_of_bad: tuple[Any, ...] = ()
+
+    def step(state: Any, batch: Any, counter: Any) -> Any:
+        key, now = jax.random.split(state["key"])
+        x = batch * jax.random.uniform(now, (4,))
+        loss, gradients = jax.value_and_grad(lambda weight: ((x @ weight) ** 2).mean())(state["weight"])
+        updates, moments = scale.update(gradients, state["moments"])
+        updates, count = rate.update(updates, state["count"])
+        counter[...] += 1
+        return {
+            **state,
+            "weight": optax.apply_updates(state["weight"], updates),
+            "moments": moments,
+            "count": count,
+            "key": key,
+            "statistics": state["statistics"] * 0.9 + x.mean() * 0.1,
+            "average": state["average"] * 0.9 + state["weight"].sum() * 0.1,
+        }, loss
+
+    compiled = jax.jit(step, donate_argnames="state" if donates else ())
+    weight = jnp.ones(4)
+    state = {
+        "weight": weight,
+        "moments": scale.init(weight),
+        "count": rate.init(weight),
+        "key": jax.random.key(7),
+        "statistics": jnp.zeros(3),
+        "average": jnp.zeros(2**19),  # 2 MiB
+    }
+    counter = jax.new_ref(jnp.zeros((), int))
+    for number in range(6):
+        batch = np.full((2, 4), np.nan if number == first_bad else 1, np.float32)
+        if number == first_bad:
+            arguments_of_bad = jax.tree.map(jnp.copy, state), batch, counter[...]
+        state, _ = compiled(state, batch, counter)
+    hook.close()
+    store = Store.open(hook.run_url)
+    (key,) = (key for key in bundle_keys(store) if key.reason == "gate")
+    bundle = open_bundle(store, key.path)
+    before, batch, count = arguments_of_bad
+    built = {**before, "average": jnp.ones(2**19)}
+    arguments = built, batch, jax.new_ref(jnp.zeros((), int))
+    (*loaded, loaded_counter), _ = load_arguments(bundle, JaxStep(compiled, arguments))
+    lost = [each.path for each in bundle.document.lost]
+    assert lost == (["arguments/arguments[0].average"] if donates else [])
+    same((*loaded, loaded_counter[...]), (built if donates else before, batch, count))
+
+
 def test_a_bundle_of_a_run_is_chosen_by_its_step(tmp_path: Path) -> None:
     run = tmp_path / "runs/default/toy"
     for step in (3, 5):
@@ -148,12 +204,24 @@ def test_a_bundle_of_another_step_is_refused(tmp_path: Path) -> None:
         (({"a": jnp.ones(4)}, 1), r"arguments\[0\].a is F32 \(3,\), the program's is float32 \(4,\)"),
         (({"a": jnp.ones(3, jnp.int32)}, 1), r"the program's is int32"),
         (({"b": jnp.ones(3)}, 1), r"the program's step has no arguments\[0\].a"),
-        (({"a": jnp.ones(3)}, 1), r"has no arguments\[1\]: it does not fit into 64 bits"),
+        (({"a": jnp.ones(3)}, 1, 2), r"has no arguments\[2\]"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_arguments(bundle, JaxStep(print, arguments))
     with pytest.raises(ConfigError, match="does not end in"):
         save_bundle(tmp_path / "step.npz", 1)
+
+
+def test_a_replay_states_the_values_that_the_bundle_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "step.safetensors"
+    save_bundle(path, {"a": jnp.ones(3)}, 2**70)
+    replay = replay_jax_step(
+        open_bundle_file(path), JaxStep(lambda tree, power: tree["a"] * power, ({"a": jnp.zeros(3)}, 2))
+    )
+    assert replay.evaluation.results.tolist() == [2, 2, 2]
+    assert "note: arguments[1] is lost (it does not fit into 64 bits): the replay has the value that" in str(
+        replay
+    )
 
 
 def test_a_bundle_has_no_secret_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,17 @@ from watchstep.jax.replay.value_health import is_reference
 
 
 @dataclass(frozen=True)
+class LostLeaf:
+    """Takes the place of a leaf whose value is gone.
+
+    Attributes:
+        reason: why.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class ArgumentTree:
     """The arguments of a call as leaves.
 
@@ -119,7 +130,7 @@ def own_array(leaf: Any) -> Any:
 
 
 def _is_dynamic(leaf: Any) -> bool:
-    if is_reference(leaf) or isinstance(leaf, (jax.Array, bool, int, float, complex, np.generic)):
+    if is_reference(leaf) or isinstance(leaf, (jax.Array, bool, int, float, complex, np.generic, LostLeaf)):
         return True
     return isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUmM"
 

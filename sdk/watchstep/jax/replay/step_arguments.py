@@ -24,7 +24,7 @@ from watchstep.errors import ConfigError, FormatError
 from watchstep.format.bundle import DOCUMENT, MAX_DOCUMENT, VALUES, Bundle, BundleDocument, LostValue
 from watchstep.format.snapshot import DTYPES, NARROW_FLOATS, Described, header
 from watchstep.jax.internals import jax_names
-from watchstep.jax.replay.argument_trees import ArgumentTree
+from watchstep.jax.replay.argument_trees import ArgumentTree, LostLeaf
 from watchstep.jax.replay.value_health import contents, is_reference
 
 FRAMEWORK = "jax"
@@ -152,27 +152,29 @@ def write_bundle(  # noqa: PLR0913 - what a recorder says of the step is by keyw
 
 
 def load_arguments(bundle: Bundle, step: JaxStep) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the recorded arguments in the structure that the program builds.
+    """Return the recorded arguments in the structure that the program builds. In place of a lost value is the one that the program builds.
 
     Raises:
-        ConfigError: the bundle is not of a JAX step, lacks a value, or has other values than the program's arguments.
+        ConfigError: the bundle is not of a JAX step, or has other values than the program's arguments.
         FormatError: the bundle is damaged.
     """
     document = bundle.document
     if document.program.get("framework") != FRAMEWORK:
         raise ConfigError(f"bundle {bundle.name} is not of a JAX step", "write one by save_bundle")
     recorded = _recorded(bundle)
-    lost = {each.path.removeprefix("arguments/"): each.reason for each in document.lost}
+    lost = {each.path.removeprefix("arguments/") for each in document.lost}
     tree = ArgumentTree.of(step.arguments, step.keywords, step.static_argnums)
     names = tree.names()
     if unknown := sorted(set(recorded) - set(names)):
         raise ConfigError(f"bundle {bundle.name}: the program's step has no {unknown[0]}", _HINT)
     values = []
     for name, template in zip(names, tree.values, strict=True):
-        if name not in recorded:
-            reason = f": {lost[name]}" if name in lost else ""
-            raise ConfigError(f"bundle {bundle.name} has no {name}{reason}", _HINT)
-        values.append(_restored(bundle, name, recorded[name], template))
+        if name in lost:
+            values.append(template)
+        elif name in recorded:
+            values.append(_restored(bundle, name, recorded[name], template))
+        else:
+            raise ConfigError(f"bundle {bundle.name} has no {name}", _HINT)
     return tree.with_values(values)
 
 
@@ -214,6 +216,8 @@ def _restored(bundle: Bundle, name: str, tensor: str, template: Any) -> Any:
 
 def _obstacle(leaf: Any) -> str | None:
     """Why a leaf cannot be stored; None if it can."""
+    if isinstance(leaf, LostLeaf):
+        return leaf.reason
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return "parts of it are in other processes"
     if isinstance(leaf, int) and not isinstance(leaf, bool) and not -(2**63) <= leaf < 2**63:

@@ -1,34 +1,94 @@
 """Bundles of a recorded JAX program: the arguments of one call of its step, for ``watchstep replay``.
 
-A requested bundle is written before the call, because the call may donate its arguments. That a step was bad is known at the next call. If the
-gate policy has withheld its update, the program passes the state of the bad step again, and what it passed newly in the bad step, such as the
-batch, was not donated: together they are the arguments of the bad step. Without a policy that withholds updates, the state of a bad step is gone.
+A requested bundle is written before the call, because the call may donate its arguments. That a step was bad is known at the next call. Its
+arguments are then gathered:
+
+- Arrays that it did not donate are referenced until the next call, up to `_MAX_REFERENCED_BYTES`.
+- Parameters and optimizer state that it donated are those of the next call, because the gate policy has withheld the update.
+- Other donated arrays, such as statistics of a batch normalization or a random key, are copied before the call, up to `_MAX_COPIED_BYTES`.
+
+A larger array that is an output of the bad step, which the program passes to the next one, is named as lost. If another argument is lost, such as the
+batch, nothing is bundled. Without a policy that withholds updates, the state of a bad step is gone.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import tempfile
 import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax import numpy as jnp
 
 from watchstep.capture.identity import Identity
 from watchstep.capture.steps.session import Session
 from watchstep.capture.tensors.snapshots import StoredFile
 from watchstep.format.layout import BundleKey
 from watchstep.jax.compiled_steps import CompiledStep
+from watchstep.jax.replay.argument_trees import LostLeaf
+from watchstep.jax.replay.value_health import contents, is_reference
+from watchstep.jax.traced_updates import UpdateLayout
 
 _log = logging.getLogger("watchstep")
 
-_MAX_NEW_BYTES = 256 * 2**20
-"""Size of the new arguments of a call that are referenced until the next one."""
+_MAX_REFERENCED_BYTES = 256 * 2**20
+"""Size of the arguments of a call that are referenced until the next one."""
+
+_MAX_COPIED_BYTES = 2**20
+"""Size of the arguments that are copied before a call, because the call donates or changes them."""
+
+_MAX_COPIED = 256
+"""Number of these arguments."""
 
 _SAMPLED = 256
 """Elements of an array that are compared, at least; twice as many at most."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is kept of the arguments of a step's calls. It is made after a call, and used until the step has other arguments or is traced anew.
+
+    Attributes:
+        kind: structure of the arguments, and the type of each leaf: arrays of NumPy are not donated.
+        layouts: what is fixed about the updates.
+        withheld: places of parameters and optimizer state among the leaves of the arguments.
+        copied: places of leaves that are copied before a call.
+        lost: why a leaf is not kept, by its place.
+    """
+
+    kind: tuple[Any, tuple[type, ...]]
+    layouts: tuple[UpdateLayout, ...]
+    withheld: frozenset[int]
+    copied: tuple[int, ...]
+    lost: dict[int, str]
+
+    @classmethod
+    def of(cls, kind: Any, layouts: tuple[UpdateLayout, ...], leaves: Sequence[Any]) -> _Plan:
+        """Return the plan after a call.
+
+        Args:
+            kind: as above.
+            layouts: what is fixed about its updates.
+            leaves: leaves of its arguments; donated ones are deleted.
+        """
+        withheld, size = _withheld(layouts), 0
+        donated = {place: leaf for place, leaf in enumerate(leaves) if _is_changed(leaf)}
+        copied = _chosen({place: leaf for place, leaf in donated.items() if place not in withheld})
+        reason = f"the step donates it, and copies are limited to {_MAX_COPIED_BYTES >> 20} MiB"
+        lost = dict.fromkeys(donated.keys() - set(copied), reason)
+        for place in sorted(set(range(len(leaves))) - donated.keys(), key=withheld.__contains__):
+            own = _size(leaves[place])
+            if size + own <= _MAX_REFERENCED_BYTES:
+                size += own
+            else:
+                lost[place] = f"references to arguments are limited to {_MAX_REFERENCED_BYTES >> 20} MiB"
+        return cls(kind, layouts, withheld, copied, lost)
 
 
 @dataclass(frozen=True)
@@ -37,20 +97,31 @@ class _Call:
 
     Attributes:
         function: the step.
-        structure: structure of its arguments.
-        new: leaves of its arguments that are no outputs of its call before, by their indices.
+        plan: what is kept of its arguments.
+        leaves: leaves of its arguments as they were before it, by their places, as far as they are kept.
         samples: of each array of NumPy among them, which the program may write its next batch to, some elements.
     """
 
     function: CompiledStep
-    structure: Any
-    new: dict[int, Any]
+    plan: _Plan
+    leaves: dict[int, Any]
     samples: dict[int, bytes]
 
     @property
     def is_overwritten(self) -> bool:
         """Whether the program has written to an argument since the call."""
-        return any(_sample(self.new[place]) != sample for place, sample in self.samples.items())
+        return any(_sample(self.leaves[place]) != sample for place, sample in self.samples.items())
+
+    def leaf(self, place: int, now: Any) -> Any:
+        """Return a leaf of the arguments; `LostLeaf` for one that is lost.
+
+        Args:
+            place: its place.
+            now: the leaf that the call has returned in its place.
+        """
+        if place in self.leaves:
+            return self.leaves[place]
+        return now if place in self.plan.withheld else LostLeaf(self.plan.lost[place])
 
 
 class StepBundles:
@@ -72,6 +143,8 @@ class StepBundles:
         self._last_outputs: dict[int, weakref.ref[Any]] = {}  # an id alone may be that of a later array
         self._last_call: _Call | None = None
         self._arguments: Any = None
+        self._plans: weakref.WeakKeyDictionary[CompiledStep, _Plan] = weakref.WeakKeyDictionary()
+        self._copies: dict[int, Any] = {}
 
     @property
     def can_bundle_bad_steps(self) -> bool:
@@ -82,25 +155,53 @@ class StepBundles:
         """Note the arguments of a call that is about to be made."""
         self._arguments = arguments if self._withholds else None
 
-    def called(self, function: CompiledStep, arguments: Any, outputs: Any) -> None:
+    def forget(self) -> None:
+        """Refer to no arguments any more."""
+        self._last_call, self._arguments, self._copies = None, None, {}
+
+    def keep_donated(self, function: CompiledStep) -> None:
+        """Copy arguments of the call that is about to be made, which it donates or changes. The last call is not needed any more.
+
+        Args:
+            function: the step.
+        """
+        self._last_call, self._copies = None, {}
+        if self._arguments is None:
+            return
+        leaves, kind = _flatten(self._arguments)
+        plan = self._plans.get(function)
+        if plan is not None and plan.kind == kind:
+            places = plan.copied
+        else:  # the first call tells which are donated
+            withheld = _withheld([update.layout for update in function.layouts_of(*self._arguments)])
+            places = _chosen({place: leaf for place, leaf in enumerate(leaves) if place not in withheld})
+        if places:
+            copies = _copies()([leaves[place] for place in places])
+            self._copies = dict(zip(places, copies, strict=True))
+
+    def called(
+        self, function: CompiledStep, layouts: tuple[UpdateLayout, ...], arguments: Any, outputs: Any
+    ) -> None:
         """Note a call that was made.
 
         Args:
             function: the step.
+            layouts: what is fixed about its updates.
             arguments: pytree of positional and keyword arguments. Donated ones are deleted.
             outputs: its result.
         """
         if not self._withholds:
             return
-        leaves, structure = jax.tree_util.tree_flatten(arguments)
-        new = {place: leaf for place, leaf in enumerate(leaves) if not self._is_last_output(leaf)}
-        size = sum(int(getattr(leaf, "nbytes", 0)) for leaf in new.values())
-        is_kept = size <= _MAX_NEW_BYTES and not any(map(_is_deleted, new.values()))
-        samples = {place: _sample(leaf) for place, leaf in new.items() if isinstance(leaf, np.ndarray)}
-        self._last_call = _Call(function, structure, new, samples) if is_kept else None
+        leaves, kind = _flatten(arguments)
+        plan = self._plans.get(function)
+        if plan is None or plan.kind != kind or plan.layouts != layouts:
+            plan = self._plans[function] = _Plan.of(kind, layouts, leaves)
+        kept = {place: leaf for place, leaf in enumerate(leaves) if place not in plan.lost} | self._copies
+        samples = {place: _sample(leaf) for place, leaf in kept.items() if isinstance(leaf, np.ndarray)}
+        self._last_call = _Call(function, plan, kept, samples)
         arrays = (leaf for leaf in jax.tree_util.tree_leaves(outputs) if isinstance(leaf, jax.Array))
         self._last_outputs = {id(array): weakref.ref(array) for array in arrays}
-        self._arguments = None
+        self._arguments, self._copies = None, {}
 
     def _is_last_output(self, leaf: Any) -> bool:
         output = self._last_outputs.get(id(leaf))
@@ -112,15 +213,18 @@ class StepBundles:
         if call is None or arguments is None:
             return
         leaves, structure = jax.tree_util.tree_flatten(arguments)
-        if structure != call.structure:
+        if structure != call.plan.kind[0]:
             return
+        carried = {
+            place for place, leaf in enumerate(leaves) if self._is_last_output(leaf) or is_reference(leaf)
+        }
+        obstacle = next((reason for place, reason in call.plan.lost.items() if place not in carried), "")
         if call.is_overwritten:
-            self._session.health.note(
-                "bundles",
-                f"step {step} is not bundled: the program has written to an array that it passed to the step",
-            )
+            obstacle = "the program has written to an array that it passed to the step"
+        if obstacle:
+            self._session.health.note("bundles", f"step {step} is not bundled: {obstacle}")
             return
-        values = [call.new.get(place, leaf) for place, leaf in enumerate(leaves)]
+        values = [call.leaf(place, leaf) for place, leaf in enumerate(leaves)]
         self._write(step, jax.tree_util.tree_unflatten(structure, values), call.function, is_complete=False)
 
     def write_requested(self, step: int, function: CompiledStep, arguments: Any) -> None:
@@ -171,6 +275,53 @@ class StepBundles:
                 step,
                 self._run_url,
             )
+
+
+def _flatten(arguments: Any) -> tuple[list[Any], tuple[Any, tuple[type, ...]]]:
+    """Return the leaves of arguments, their structure, and the type of each leaf."""
+    leaves, structure = jax.tree_util.tree_flatten(arguments)
+    return leaves, (structure, tuple(map(type, leaves)))
+
+
+def _withheld(layouts: Iterable[UpdateLayout]) -> frozenset[int]:
+    """Return the places of parameters and optimizer state among the leaves of a step's arguments."""
+    places = (place for layout in layouts for place in (*layout.inputs, *layout.states))
+    return frozenset(place for place in places if place is not None)
+
+
+def _chosen(leaves: Mapping[int, Any]) -> tuple[int, ...]:
+    """Return the places of the leaves to copy: arrays and references, from the smallest one on, up to the limits.
+
+    Arrays that are divided among processes are not stored.
+    """
+    arrays = {
+        place: _size(leaf)
+        for place, leaf in leaves.items()
+        if is_reference(leaf) or (isinstance(leaf, jax.Array) and leaf.is_fully_addressable)
+    }
+    ordered = sorted(arrays, key=arrays.__getitem__)[:_MAX_COPIED]
+    sums = itertools.accumulate(arrays[place] for place in ordered)
+    return tuple(place for place, size in zip(ordered, sums, strict=True) if size <= _MAX_COPIED_BYTES)
+
+
+@functools.cache
+def _copies() -> Callable[[list[Any]], list[Any]]:
+    """Return a function that copies arrays in one dispatch."""
+    copies: Callable[[list[Any]], list[Any]] = jax.jit(
+        lambda arrays: [jnp.copy(contents(array)) for array in arrays]
+    )
+    return copies
+
+
+def _size(leaf: Any) -> int:
+    if is_reference(leaf):
+        return int(leaf.size) * int(leaf.dtype.itemsize)
+    return int(getattr(leaf, "nbytes", 0))
+
+
+def _is_changed(leaf: Any) -> bool:
+    """Return whether a leaf does not have its value from before the call."""
+    return is_reference(leaf) or _is_deleted(leaf)
 
 
 def _sample(array: Any) -> bytes:

@@ -75,4 +75,8 @@ def replay_jax_step(bundle: Bundle, step: JaxStep) -> JaxReplay:
     """
     arguments, keywords = load_arguments(bundle, step)
     evaluation = evaluate_step(step.function, *arguments, static_argnums=step.static_argnums, **keywords)
-    return JaxReplay(bundle.name, bundle.document.step, evaluation)
+    notes = tuple(
+        f"{each.path.removeprefix('arguments/')} is lost ({each.reason}): the replay has the value that the program builds"
+        for each in bundle.document.lost
+    )
+    return JaxReplay(bundle.name, bundle.document.step, evaluation, notes)
