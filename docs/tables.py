@@ -88,6 +88,7 @@ _VARIABLES = {
     "WATCHSTEP_QUIET": "If set, waiting for a job prints a line for each event, also in a terminal and in a notebook.",
     "WATCHSTEP_PROFILE": "Profile of the command line. Default: the `default` of the file.",
     "WATCHSTEP_PROFILES": "File of profiles. Default: `~/.config/watchstep/profiles.yaml`.",
+    "WATCHSTEP_PROGRAM_PROCESS": "Set by `watchstep run`: id of the process that it becomes, whose end states that nothing was recorded.",
     "WATCHSTEP_LAUNCHED": "Attempt that a launcher has registered; `watchstep run` uses it and registers nothing.",
     "WATCHSTEP_RESTARTS": "Number of times a cluster has restarted the same job; set by a backend.",
     "WATCHSTEP_ON_NONFINITE": "The gate policy if `Hook(on_nonfinite=…)` does not set it: `record`, `skip`, `skip:N` or `stop`.",

@@ -26,6 +26,7 @@ from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import ATTEMPT, attempt_document, resolve, run_document
 from watchstep.capture.mirror.mirrored_run import RunLinks
 from watchstep.capture.mirror.settings import Mirror, mirror_of
+from watchstep.capture.rank_claim import note_recorded
 from watchstep.capture.service.client import ServiceClient, lent
 from watchstep.capture.service.registration import LaunchState, RunRegistration
 from watchstep.capture.service.run_store import RunStore
@@ -288,6 +289,8 @@ class Hook:
     ) -> None:
         """Start to record, with checked arguments."""
         address = ServiceAddress.from_environment()
+        if ATTEMPT in os.environ:
+            note_recorded()
         ending.end_left()
         self._session = Session.begin(self.config, self._identity.worker, self._on_stop, first_step)
         self._health, self._recorder = self._session.health, self._session.recorder

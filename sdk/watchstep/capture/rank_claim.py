@@ -1,4 +1,7 @@
-"""The claim of a rank: on one machine, one process records a rank of an attempt when a program is recorded without code changes."""
+"""The claim of a rank: on one machine, one process records a rank of an attempt when a program is recorded without code changes.
+
+A claim is a locked file. The file remains, so that another process of the attempt finds that something was recorded.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from watchstep.platform.folders import PrivateFolder
 
 _log = logging.getLogger("watchstep")
 
+_SUFFIX = ".claim"
+
 
 def claim_rank(report: Callable[[OSError], None]) -> bool:
     """Claim this rank of this attempt on this machine for the lifetime of the process.
@@ -24,14 +29,13 @@ def claim_rank(report: Callable[[OSError], None]) -> bool:
     Returns:
         Whether this process records; False if another process of the rank does.
     """
-    attempt, rank = os.environ.get(ATTEMPT) or "none", os.environ.get("RANK") or "0"
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{attempt}-{rank}")[:200] + ".claim"
+    rank = os.environ.get("RANK") or "0"
     try:
         folder = PrivateFolder.open()
         if folder.refused:
             report(PermissionError(f"{folder.refused}; using {folder.path}"))
         try:
-            handle = folder.open_file(name)
+            handle = folder.open_file(_name(rank))
         finally:
             folder.close()
         try:
@@ -43,3 +47,36 @@ def claim_rank(report: Callable[[OSError], None]) -> bool:
     except OSError as error:
         report(error)
     return True
+
+
+def note_recorded() -> None:
+    """Note that this process records, without a claim: the program does so itself."""
+    try:
+        folder = PrivateFolder.open()
+        try:
+            os.close(folder.open_file(_name(f"{os.environ.get('RANK') or '0'}-own")))
+        finally:
+            folder.close()
+    except OSError as error:
+        _log.debug("watchstep: the recording is not noted: %s", error)
+
+
+def is_recorded() -> bool:
+    """Return whether a process of this attempt on this machine records, or has recorded.
+
+    Raises:
+        OSError: the private folder cannot be read.
+    """
+    folder = PrivateFolder.open()
+    try:
+        prefix = _name("").removesuffix(_SUFFIX)
+        names = os.listdir(folder.descriptor)  # noqa: PTH208 - a directory that was checked, not a path
+        return any(name.startswith(prefix) and name.endswith(_SUFFIX) for name in names)
+    finally:
+        folder.close()
+
+
+def _name(rank: str) -> str:
+    """Return the name of the file of a rank of this attempt."""
+    attempt = os.environ.get(ATTEMPT) or "none"
+    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{attempt}-{rank}")[:200] + _SUFFIX

@@ -28,6 +28,7 @@ class FirstUpdate:
         request_settings(self, StepSettings(os.environ.get(ON_NONFINITE, "record") != "record"))
         compiled_steps.observe(self)
         traced_updates.observers_of_inner.append(self._inner)
+        traced_updates.not_observed.append(self._not_observed)
 
     def about_to_dispatch(self, function: CompiledStep, arguments: Any) -> None:
         """Start recording with this call."""
@@ -46,6 +47,13 @@ class FirstUpdate:
         if recording is not None:
             recording.inner_update(update, loss)
 
+    def _not_observed(self, what: str) -> None:
+        """Start recording at the first update too if it is not observed: health states it, and the user learns at once that nothing stops it."""
+        recording = self._start()
+        if recording is not None:
+            recording.not_observed(what)
+            _log.warning("watchstep: %s: nothing of it is recorded, and NaN in it stops nothing", what)
+
     def _start(self) -> Any:
         """Start recording, once. Never raises, because the program did not request a recorder."""
         if not self._waiting:
@@ -53,6 +61,7 @@ class FirstUpdate:
         self._waiting = False
         compiled_steps.forget(self)
         traced_updates.observers_of_inner.remove(self._inner)
+        traced_updates.not_observed.remove(self._not_observed)
         from watchstep.unattended import start_hook
 
         hook = start_hook()

@@ -683,9 +683,10 @@ class Recording:
         compiled_steps.observe(reader)
         traced_updates.observers_of_inner.append(self.inner_update)
         traced_updates.faults.append(session.health.fault)
-        traced_updates.not_observed.append(self._note)
+        traced_updates.not_observed.append(self.not_observed)
 
-    def _note(self, what: str) -> None:
+    def not_observed(self, what: str) -> None:
+        """State in health what is not observed."""
         self._health.note("jax", what)
 
     def about_to_dispatch(self, function: CompiledStep, arguments: Any) -> None:
@@ -721,7 +722,7 @@ class Recording:
         modules.observe_modules(False)
         if self.inner_update in traced_updates.observers_of_inner:
             traced_updates.observers_of_inner.remove(self.inner_update)
-            traced_updates.not_observed.remove(self._note)
+            traced_updates.not_observed.remove(self.not_observed)
             traced_updates.faults.remove(self._health.fault)
 
 

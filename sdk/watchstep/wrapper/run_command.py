@@ -44,6 +44,7 @@ from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
 from watchstep.wrapper.environment import (
     LAUNCHED,
+    PROGRAM_PROCESS,
     AttemptLaunch,
     environment,
     find_program,
@@ -178,7 +179,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     _warn_if_isolated(program)
     sys.stderr.flush()
     launch = replace(launch, state=_encoded(state), store_id=identity.id, needs=needs, capture=capture)
-    os.execve(executable, program, environment(launch, os.environ))  # noqa: S606 - this is the command's purpose
+    variables = environment(launch, os.environ) | {PROGRAM_PROCESS: str(os.getpid())}
+    os.execve(executable, program, variables)  # noqa: S606 - this is the command's purpose
 
 
 def _settle(options: argparse.Namespace) -> tuple[AttemptLaunch, ServiceLocation]:

@@ -114,3 +114,50 @@ def test_a_bad_step_is_bundled_before_its_state_is_gone(policy: str, tmp_path: P
     line = PROGRAM.splitlines().index("    return hidden / scale, None") + 1
     assert f"train.py:{line} in layer" in text
     assert "return hidden / scale, None" in text
+
+
+UNOBSERVED = """
+import jax
+import jax.numpy as jnp
+import optax
+
+optimizer = optax.sgd(0.1)
+
+
+def update(weight, state, x):
+    loss, gradient = jax.value_and_grad(lambda weight: ((x @ weight) ** 2).mean())(weight)
+    updates, state = optimizer.update(gradient, state, weight)
+    return optax.apply_updates(weight, updates), state, loss
+
+
+weight, x = jnp.ones(4), jnp.full((2, 4), jnp.nan)
+state = optimizer.init(weight)
+step = jax.jit(update).lower(weight, state, x).compile()
+for _ in range(3):
+    weight, state, loss = step(weight, state, x)
+"""
+
+
+def test_a_program_whose_update_is_not_observed_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNOBSERVED, encoding="utf-8")
+    run = (
+        "run",
+        "--store",
+        "store",
+        "--run",
+        "r",
+        "--on-nonfinite",
+        "stop",
+        "--",
+        sys.executable,
+        "train.py",
+    )
+    done = watchstep(tmp_path, *run)
+    assert done.returncode == 0
+    (line,) = (line for line in done.stderr.splitlines() if "is not observed" in line)
+    assert "in a step compiled ahead of time" in line
+    assert "NaN in it stops nothing" in line
+    recorded = open_run(tmp_path / "store" / "default" / "r")
+    assert recorded.state() == "completed"
+    (health,) = (end.health for end in recorded.ends())
+    assert "is not observed" in health["notes"]["jax"]

@@ -397,6 +397,44 @@ def test_a_program_that_does_not_train_is_not_affected(tmp_path: Path) -> None:
     assert recorded(tmp_path).steps() == []
 
 
+UNOBSERVED = """
+import os, subprocess, sys
+import torch
+
+weight = torch.ones(4, requires_grad=True)
+(weight * float("nan")).sum().backward()
+weight.data -= weight.grad
+if sys.argv[1:]:
+    subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+sys.exit(3)
+"""
+
+
+@pytest.mark.ci
+def test_the_end_of_a_program_states_once_that_nothing_was_recorded(tmp_path: Path) -> None:
+    def said(body: str, *arguments: str) -> tuple[int, list[str]]:
+        program = tmp_path / "train.py"
+        program.write_text(body)
+        done = record(tmp_path, sys.executable, program, *arguments, options=("--on-nonfinite", "stop"))
+        return done.returncode, [line for line in done.stderr.splitlines() if "nothing was recorded" in line]
+
+    code, lines = said(UNOBSERVED, "import torch")
+    assert (code, len(lines)) == (3, 1)
+    assert "--on-nonfinite stop had no effect" in lines[0]
+    assert "imported torch" in lines[0]
+    assert "watchstep.Hook" in lines[0]
+    assert said(UNOBSERVED, "import watchstep; watchstep.Hook().close()") == (3, [])
+    step = "import torch; w = torch.ones(2, requires_grad=True); w.sum().backward(); torch.optim.SGD([w], 0.1).step()"
+    assert said(UNOBSERVED, step) == (3, [])
+    assert said("import json, subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import torch'])") == (
+        0,
+        [],
+    )
+
+
 @pytest.mark.release
 def test_a_program_with_a_hook_of_its_own_is_recorded_once(tmp_path: Path) -> None:
     own = PROGRAM.replace(

@@ -4,6 +4,7 @@ Imports little, and never raises into the program. The ``sitecustomize`` that th
 """
 
 import _thread
+import atexit
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -38,6 +39,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
     def __init__(self, names: "Sequence[str]") -> None:
         self._waiting = set(names)
+        self._imported: list[str] = []
         self._searching: set[tuple[int, str]] = set()  # threads that are calling the other finders
 
     def find_spec(
@@ -73,6 +75,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             if name not in self._waiting:
                 return
             self._waiting.discard(name)
+            self._imported.append(name)
+            if len(self._imported) == 1 and os.environ.get("WATCHSTEP_PROGRAM_PROCESS") == str(os.getpid()):
+                atexit.register(_report_unrecorded, self._imported)
             if not self._waiting and self in sys.meta_path:
                 sys.meta_path.remove(self)
             try:
@@ -88,6 +93,26 @@ def _report(error: Exception) -> None:
     try:  # noqa: SIM105 - importing contextlib would cost every process of the job
         sys.stderr.write(f"watchstep: not attached: {error!r}\n")
     except Exception:  # noqa: BLE001, S110 - the program has no such stream, and nobody reads it
+        pass
+
+
+def _report_unrecorded(frameworks: "Sequence[str]") -> None:
+    """Say at the end of the program that no process of it recorded anything, if so."""
+    if os.environ.get("WATCHSTEP_PROGRAM_PROCESS") != str(os.getpid()):
+        return  # a fork of the program
+    try:
+        from watchstep.capture.rank_claim import is_recorded
+
+        if is_recorded():
+            return
+        policy = os.environ.get("WATCHSTEP_ON_NONFINITE") or "record"
+        effect = "" if policy == "record" else f" (--on-nonfinite {policy} had no effect)"
+        sys.stderr.write(
+            f"watchstep: nothing was recorded on this machine, and nothing could stop the program{effect}: it imported"
+            f" {', '.join(frameworks)}, and made no update that is observed without a change to it. Record its updates by"
+            " watchstep.Hook; see docs/reference/frameworks.md\n"
+        )
+    except Exception:  # noqa: BLE001, S110 - never into the program
         pass
 
 
