@@ -130,6 +130,9 @@ class CompiledStep:
         self.has_updates = False
         self.inner_layouts: list[UpdateLayout] = []
         self._form: RecordingForm | None = None
+        self._quiet_form: RecordingForm | None = (
+            None  # of a function that has neither updates nor rows of modules
+        )
         self._is_disabled = False
         self._contains_update: dict[Hashable, bool] = {}
         self._called_updates: tuple[Any, list[CalledUpdate]] | None = None
@@ -143,6 +146,11 @@ class CompiledStep:
         """Call the function."""
         if not is_top_level():
             return self._called_inside(arguments, keywords)
+        form = self._quiet_form
+        if form is not None and form.settings is effective_settings() and not _is_being_debugged():
+            with recording_form(form):
+                result, updates = self._recording(*arguments, **keywords)
+            return result if not updates else self._passed_on(updates, arguments, keywords, result)
         if self._is_disabled or _is_being_debugged():
             return self._plain(*arguments, **keywords)
         try:
@@ -159,7 +167,10 @@ class CompiledStep:
         self._form = form
         if not self.has_updates:
             with recording_form(form):
-                return self._called(arguments, keywords)
+                result = self._called(arguments, keywords)
+            if not (self.has_updates or self._is_disabled or self.observed.is_open):
+                self._quiet_form = form
+            return result
         try:
             for observer in tuple(_observers):
                 observer.about_to_dispatch(self, (arguments, keywords))
@@ -216,7 +227,7 @@ class CompiledStep:
 
     def disable(self) -> None:
         """Call only the program's own form from now on."""
-        self._is_disabled = True
+        self._is_disabled, self._quiet_form = True, None
 
     @property
     def has_inner_updates(self) -> bool:
@@ -276,10 +287,13 @@ class CompiledStep:
                     for observer in tuple(_observers):
                         observer.dispatch_failed(self)
                     raise
-        if updates:
-            self._note(updates)
-            for observer in tuple(_observers):
-                observer.dispatched(self, updates, (arguments, keywords), result)
+        return self._passed_on(updates, arguments, keywords, result) if updates else result
+
+    def _passed_on(self, updates: StepOutputs, arguments: Any, keywords: Any, result: Any) -> Any:
+        """Pass the updates of a call on, and return its result."""
+        self._note(updates)
+        for observer in tuple(_observers):
+            observer.dispatched(self, updates, (arguments, keywords), result)
         return result
 
     def _called_with_modules(self, arguments: Any, keywords: Any) -> Any:
@@ -363,7 +377,8 @@ class CompiledStep:
         return {layout: _stacks[layout] for layout in layouts}
 
     def _note(self, updates: StepOutputs) -> None:
-        self.has_updates = self.has_updates or bool(updates)
+        if updates:
+            self.has_updates, self._quiet_form = True, None
         for update in updates:
             if isinstance(update, InnerUpdates):
                 self.inner_layouts += [

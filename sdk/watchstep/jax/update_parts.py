@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,9 @@ import jax
 
 from watchstep.jax.internals import jax_names
 
-
-def trace_state() -> Any:
-    """Return an object that is equal for code in the same trace; a new one at each call if JAX does not tell."""
-    state = jax_names.find("trace_state")
-    return object() if state is None else state()
+trace_state: Callable[[], Any] = jax_names.find("trace_state") or object
+"""Returns an object that is equal for code in the same trace; a new one at each call if JAX does not tell. Looked up once, because it is asked for
+at each call of a compiled function."""
 
 
 _top_level = trace_state()

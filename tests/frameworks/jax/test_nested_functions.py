@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,32 @@ def test_each_recording_has_its_own_policy(tmp_path: Path) -> None:
     assert np.isfinite(train("skip")).all()
     assert np.isnan(train("record")).all()
     assert np.isfinite(train("stop")).all()
+
+
+def test_a_call_without_an_update_costs_few_calls_and_one_that_gets_an_update_later_is_recorded(
+    hook: Hook,
+) -> None:
+    optimizer = optax.sgd(0.1)
+
+    @jax.jit
+    def step(weight: Any, state: Any) -> Any:
+        if len(weight) == 1:
+            return weight, state, loss_of(weight)
+        return updated(optimizer, weight, state)
+
+    arguments = jnp.ones(1), optimizer.init(jnp.ones(1))
+    step(*arguments)
+    called: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "/watchstep/jax/" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    step(*arguments)
+    sys.setprofile(None)
+    assert len(called) <= 6, called
+    weight, state = jnp.ones(3), optimizer.init(jnp.ones(3))
+    for _ in range(3):
+        weight, state, _ = step(weight, state)
+    assert values(hook, "loss")[-1] == pytest.approx(3 * 0.8**4)
