@@ -212,6 +212,16 @@ def test_a_bundle_of_another_step_is_refused(tmp_path: Path) -> None:
         save_bundle(tmp_path / "step.npz", 1)
 
 
+def test_a_number_of_the_program_accepts_what_a_step_has_made_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "step.safetensors"
+    save_bundle(path, {"step": jnp.asarray(7, jnp.int32), "scale": jnp.asarray(0.5, jnp.float32)})
+    bundle = open_bundle_file(path)
+    (state,), _ = load_arguments(bundle, JaxStep(print, ({"step": 0, "scale": 1.0},)))
+    assert (state["step"].dtype, int(state["step"]), float(state["scale"])) == (jnp.int32, 7, 0.5)
+    with pytest.raises(ConfigError, match="scale is F32"):
+        load_arguments(bundle, JaxStep(print, ({"step": 0, "scale": 1},)))
+
+
 def test_a_replay_states_the_values_that_the_bundle_lacks(tmp_path: Path) -> None:
     path = tmp_path / "step.safetensors"
     save_bundle(path, {"a": jnp.ones(3)}, 2**70)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from watchstep.capture.provenance import program_data
 from watchstep.errors import ConfigError, FormatError
 from watchstep.format.bundle import DOCUMENT, MAX_DOCUMENT, VALUES, Bundle, BundleDocument, LostValue
-from watchstep.format.snapshot import DTYPES, NARROW_FLOATS, Described, header
+from watchstep.format.snapshot import DTYPES, NARROW_FLOATS, Described, TensorLocation, header
 from watchstep.jax.internals import jax_names
 from watchstep.jax.replay.argument_trees import ArgumentTree, LostLeaf
 from watchstep.jax.replay.value_health import contents, is_reference
@@ -196,6 +196,9 @@ def _recorded(bundle: Bundle) -> dict[str, str]:
 def _restored(bundle: Bundle, name: str, tensor: str, template: Any) -> Any:
     dtype, shape = _type_of(template)
     location = bundle.tensors[tensor]
+    if isinstance(template, (bool, int, float, complex)) and _is_number_like(location, dtype):
+        # A step returns an array for a number, such as the count of steps that a state begins with.
+        return jnp.asarray(bundle.read(tensor)[0])
     if (_format_of(dtype), shape) != (location.dtype, location.shape):
         raise ConfigError(
             f"bundle {bundle.name}: {name} is {location.dtype} {location.shape}, the program's is {dtype} {shape}",
@@ -212,6 +215,14 @@ def _restored(bundle: Bundle, name: str, tensor: str, template: Any) -> Any:
     if isinstance(template, jax.Array):
         return jax.device_put(array, template.sharding)
     return array
+
+
+def _is_number_like(location: TensorLocation, dtype: np.dtype[Any]) -> bool:
+    """Return whether a recorded value is a number of the same kind as one of Python, and has another width."""
+    recorded = DTYPES[location.dtype]
+    kinds = "iu" if dtype.kind == "i" else dtype.kind
+    is_of_kind = recorded.kind in kinds and location.dtype not in NARROW_FLOATS
+    return location.shape == () and is_of_kind and recorded != dtype
 
 
 def _obstacle(leaf: Any) -> str | None:
