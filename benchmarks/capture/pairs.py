@@ -123,7 +123,8 @@ class Taken:
 
     Attributes:
         ratios: process CPU time of a step with the hook over that without, block by block.
-        account: share of the bare time that the recorder's own account says it took, over all blocks.
+        account: share of the program's time that the recorder's own account says it took, over all blocks with it. Both are of the account's clock,
+            so that waiting for a processor is in both.
     """
 
     ratios: list[float]
@@ -133,12 +134,12 @@ class Taken:
 def measured(workload: str, variant: type[instruments.Watchstep], turns: Turns) -> Taken:
     """Take turns."""
     training = WORKLOADS[workload].start()
-    found, spent, bare_seconds = [], 0.0, 0.0
+    found, spent, program = [], 0.0, 0.0
     with tempfile.TemporaryDirectory() as folder, Hook(folder, **variant.options()) as hook:
 
-        def told() -> float:
-            account: float = hook.health.get("overhead", {}).get("spent_seconds", 0.0)
-            return account
+        def told() -> tuple[float, float]:
+            account = hook.health.get("overhead", {})
+            return account.get("spent_seconds", 0.0), account.get("program_seconds", 0.0)
 
         watch_all(hook, training)
         listening = Listening(hook)
@@ -148,13 +149,14 @@ def measured(workload: str, variant: type[instruments.Watchstep], turns: Turns) 
             _seconds(training, 1)
             before = told()
             watched = _seconds(training, turns.steps)
-            spent += told() - before
+            spent, program = (
+                total + now - then for total, now, then in zip((spent, program), told(), before, strict=True)
+            )
             listening.set(modules=False, losses=False, steps=False)
             bare = _seconds(training, turns.steps)
-            bare_seconds += bare * turns.steps
             found.append(watched / bare)
         listening.set(modules=True)
-    return Taken(found, spent / bare_seconds)
+    return Taken(found, spent / program if program else 0.0)
 
 
 def main() -> None:
