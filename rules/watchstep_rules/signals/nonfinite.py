@@ -193,7 +193,12 @@ class Origins:
         words += _were_finite(finite)
         if block.statistics.nan[row] or not any(block.statistics.nan[other] for other in outputs[first:]):
             finite_rows = [other for other in before if not self._bad[other]]
-            words += self._between(row, finite_rows, module_inputs, outputs[:first])
+            between = self._between(row, finite_rows, module_inputs, outputs[:first])
+            if between and not state:  # of replicas, the first one records weights
+                between += (
+                    f", if weights were finite: worker {int(block.worker[row])} recorded none at this step"
+                )
+            words += between
         return FirstNonfinite(block.info(row).name, words)
 
     def _between(self, row: int, finite: list[int], module_inputs: list[int], before: list[int]) -> str:
