@@ -254,11 +254,13 @@ class JudgingLimits:
     Attributes:
         seconds: limit of the processor time of the thread. Rule configs that have not been evaluated when it is exceeded keep their state,
             with an error. A process that was suspended, or waits for a processor, evaluates late and leaves out nothing.
+        limited: what the limit applies to, for the error.
         findings: limit of the findings that are kept of each rule config, the first; the others are counted.
         check_running: is called before each rule config; an exception that it raises ends the evaluation.
     """
 
     seconds: float = math.inf
+    limited: str = "the evaluation"
     findings: int = sys.maxsize
     check_running: Callable[[], None] = _always
     _began: float = field(default_factory=time.thread_time)
@@ -270,7 +272,7 @@ class JudgingLimits:
     def error(self) -> RuleError:
         """The error of a rule config that was not evaluated."""
         return RuleError(
-            f"the evaluation took more than {self.seconds:g} s of processor time before this rule",
+            f"{self.limited} took more than {self.seconds:g} s of processor time before this rule",
             "record fewer tensors or less often, or use fewer rules for this run",
         )
 
@@ -290,6 +292,15 @@ def judge_set(
     Returns:
         A verdict for each rule config, in the same order.
     """
+    return inhibited(rules, judge_each(rules, rows, limits), rows.progress.now)
+
+
+def judge_each(
+    rules: Sequence[tuple[RuleConfig, RuleMemory]],
+    rows: RuleInputs,
+    limits: JudgingLimits | None = None,
+) -> list[Verdict]:
+    """Evaluate some of the rule configs of a run, as `judge_set` without inhibition."""
     verdicts: list[Verdict] = []
     for config, memory in rules:
         if limits is None:
@@ -303,13 +314,20 @@ def judge_set(
         findings = verdict.findings
         kept = list(findings[: limits.findings]) if findings else []
         verdicts.append(Verdict(verdict.memory, kept, verdict.transitions, verdict.seconds, len(findings)))
+    return verdicts
+
+
+def inhibited(
+    rules: Sequence[tuple[RuleConfig, RuleMemory]], verdicts: Sequence[Verdict], watermark: int
+) -> list[Verdict]:
+    """The verdicts of all rule configs of a run (`judge_each`) after inhibition between them."""
     updates = [
         AlertUpdate(config, verdict.memory.alert, verdict.transitions)
         for (config, _), verdict in zip(rules, verdicts, strict=True)
     ]
     return [
         _updated(verdict, update)
-        for verdict, update in zip(verdicts, inhibit(updates, rows.progress.now), strict=True)
+        for verdict, update in zip(verdicts, inhibit(updates, watermark), strict=True)
     ]
 
 

@@ -125,7 +125,10 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(20.0, gt=0, description="Time for requests to finish after SIGTERM.")
     worker_processes: int = Field(2, ge=1, le=1024, description="Processes of one `watchstep worker`.")
     workers: int = Field(
-        4, ge=1, le=64, description="Threads of the embedded service for evaluations and actions."
+        4,
+        ge=1,
+        le=64,
+        description="Threads of the embedded service for evaluations of one project; one more evaluates runs of other projects.",
     )
     sweep_seconds: float = Field(1.0, gt=0, description="Interval of sweeps for work without a hint.")
     listing_seconds: float = Field(

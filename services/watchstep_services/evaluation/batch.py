@@ -42,7 +42,7 @@ from watchstep_services.evaluation.observation import count_outcome, observing
 from watchstep_services.runs.claim import Claim, claim_due, give_back
 from watchstep_services.service.context import Service
 
-RELINQUISH_SECONDS = 2.0
+RELINQUISH_SECONDS = 1.0
 """Time after which a batch keeps no run that it does not evaluate. A usual evaluation takes some hundredths of a second."""
 
 _log = logging.getLogger(__name__)
@@ -54,10 +54,17 @@ FollowUp = Callable[[int, Evaluation], None]
 
 @dataclass(frozen=True)
 class Claimed:
-    """How many runs a batch had, and whether as many were due as it may have."""
+    """A batch.
+
+    Attributes:
+        runs: number of its runs.
+        is_full: as many were due as it may have.
+        has_exceptions: runs of a project were not claimed, because its evaluations occupy as many threads as they may.
+    """
 
     runs: int
     is_full: bool
+    has_exceptions: bool = False
 
 
 def evaluate_due(service: Service, follow_up: FollowUp, run_id: int = 0) -> Claimed:
@@ -74,14 +81,18 @@ def evaluate_due(service: Service, follow_up: FollowUp, run_id: int = 0) -> Clai
         SQLAlchemyError: the database did not answer.
     """
     lease_ns, most = nanoseconds(service.settings.lease_seconds), service.batch_size.runs
-    claims = claim_due(service.database, run_id, service.worker, lease_ns, most)
-    if claims:
-        began = time.monotonic()
-        batch = RunBatch(service, claims, follow_up)
-        with keep_lease(batch) if len(claims) > 1 else nullcontext():
-            batch.evaluate()
-        service.batch_size.note(len(claims), time.monotonic() - began)
-    return Claimed(len(claims), len(claims) >= most)
+
+    def claim(except_projects: list[str]) -> list[Claim]:
+        return claim_due(service.database, run_id, service.worker, lease_ns, most, except_projects)
+
+    with service.evaluation_threads.evaluating(claim) as (claims, has_exceptions):
+        if claims:
+            began = time.monotonic()
+            batch = RunBatch(service, claims, follow_up)
+            with keep_lease(batch) if len(claims) > 1 else nullcontext():
+                batch.evaluate()
+            service.batch_size.note(len(claims), time.monotonic() - began)
+    return Claimed(len(claims), len(claims) >= most, has_exceptions)
 
 
 class RunBatch:

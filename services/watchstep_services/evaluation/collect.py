@@ -15,6 +15,7 @@ from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.format.segment_checks import check_steps, whole
 from watchstep.format.tensors import MAX_WORD_BYTES, TensorInfo
 from watchstep.store.store import Store
+from watchstep_rules.custom.sql.rule import Sql
 from watchstep_rules.engine.rule_inputs import canonical
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.models import Attempt, RunRow
@@ -34,13 +35,19 @@ from watchstep_services.runs.attempts import MOST_RANKS
 from watchstep_services.runs.claim import Claim, FencedError, renew
 from watchstep_services.runs.discovery import discover, listing_due
 from watchstep_services.service.context import Service
-from watchstep_services.service.judging import lookback
+from watchstep_services.service.judging import is_requested, lookback
 
 SLICE_SECONDS = 5.0
 """Time after which an evaluation reads no more, so that runs with much to read do not delay the others."""
 
 LARGE_ROWS = 100_000
 """Rows after which an evaluation reads no more. If each row is a finding, this takes about 0.4 GB and ten seconds."""
+
+LARGE_PRODUCT = 700_000
+"""Rows times rules from which an evaluation may take a second: 25,000 rows for the default rules. Several beside each other delay urgent ones."""
+
+LARGE_QUERIES = 200
+"""The same for steps times SQL rules that a recorder requested, with 5 ms for a query."""
 
 LARGE_WORDS = 2 * 1024 * 1024
 """Characters of the words of tensors from which an evaluation is large: rules keep several copies of each name in their states."""
@@ -68,6 +75,28 @@ _ABSENT_SECONDS = 1.0
 """Time limit of these look-ups, separately for the two kinds of writers."""
 
 
+@dataclass(frozen=True)
+class RuleCosts:
+    """How many rules an attempt has, which determines how many rows one evaluation reads.
+
+    Attributes:
+        rules: number of rule configs.
+        requested: number of those that a recorder requested.
+        queries: number of the SQL rules among these.
+        histograms: whether a rule reads histograms.
+    """
+
+    rules: int = 0
+    requested: int = 0
+    queries: int = 0
+    histograms: bool = True
+
+    @property
+    def most_rows(self) -> int:
+        """Rows after which an evaluation reads no more. The time of requested rules is limited, so that they have to be done within it."""
+        return min(LARGE_ROWS, 2 * LARGE_PRODUCT // max(1, self.requested))
+
+
 @dataclass
 class Collected:
     """Segments of one attempt that were read.
@@ -84,6 +113,7 @@ class Collected:
         calm: at that time no alert of the run fired, and its last evaluation had not failed.
         failing: attempts with a failed last evaluation at that time.
         failed: attempt → why some of its segments could not be read now; the next evaluation retries.
+        costs: the rules of the attempt.
     """
 
     attempt: str
@@ -97,6 +127,7 @@ class Collected:
     calm: bool = False
     failing: frozenset[str] = frozenset()
     failed: dict[str, str] = field(default_factory=dict)
+    costs: RuleCosts = field(default_factory=RuleCosts)
 
     @property
     def rows(self) -> int:
@@ -105,8 +136,14 @@ class Collected:
 
     @property
     def is_large(self) -> bool:
-        """Whether evaluating these rows may take much memory and time."""
-        return self.rows >= LARGE_ROWS
+        """Whether evaluating these rows may take much memory or time."""
+        rows, costs = self.rows, self.costs
+        if rows >= LARGE_ROWS or rows * costs.rules >= LARGE_PRODUCT:
+            return True
+        if not costs.queries or rows * costs.queries < LARGE_QUERIES:
+            return False
+        steps = np.unique(np.concatenate([block.step for _, block in self.blocks]))
+        return len(steps) * costs.queries >= LARGE_QUERIES
 
     @property
     def has_long_words(self) -> bool:
@@ -313,7 +350,7 @@ def _read_all(
     """
     size, renewed = 0, time.monotonic()
     began = renewed
-    histograms: bool | None = None
+    costs: RuleCosts | None = None
     absent: dict[WriterId, Gap] = {}
     errors: dict[WriterId, StoreError] = {}
     memory = BlockMemory()
@@ -322,7 +359,9 @@ def _read_all(
         writer = entry.key.writer
         # Absent segments do not count, so that made-up announcements do not use up the limit.
         read = len(collected.blocks) + len(collected.corrupt)
-        full = read >= most or size >= service.settings.max_bytes or collected.is_large
+        full = (
+            read >= most or size >= service.settings.max_bytes or collected.rows >= collected.costs.most_rows
+        )
         if full or time.monotonic() - began >= SLICE_SECONDS:
             collected.more = not errors or read > 0
             break
@@ -338,9 +377,9 @@ def _read_all(
         try:
             source.guard.check(entry.key)
             data = source.ahead.objects.pop(entry.key.path, None) or fetch(source.store, entry.key)
-            if histograms is None:  # not before a segment is there, because announcements are not trusted
-                histograms = _needs_histograms(service, claim, collected.attempt)
-            data, block = _decoded(source, entry.key, data, histograms=histograms)
+            if costs is None:  # not before a segment is there, because announcements are not trusted
+                costs = collected.costs = _rule_costs(service, claim, collected.attempt)
+            data, block = _decoded(source, entry.key, data, histograms=costs.histograms)
             size += len(data)
             size += max(0, memory.of(block) - len(data))
             collected.blocks.append((entry, block))
@@ -362,10 +401,13 @@ def _read_all(
     return list(absent.values()), next(iter(errors.values()), None)
 
 
-def _needs_histograms(service: Service, claim: Claim, attempt: str) -> bool:
-    """Whether a rule reads histograms, which may take a hundred times the memory of the other columns."""
+def _rule_costs(service: Service, claim: Claim, attempt: str) -> RuleCosts:
+    """The rules of an attempt. Histograms, which may take a hundred times the memory of the other columns, are read if a rule needs them."""
     loaded = service.rule_states.get((claim.run_id, attempt), claim.epoch)
-    return lookback(load_configs(service, claim.run_id, attempt) if loaded is None else loaded).histograms
+    configs = load_configs(service, claim.run_id, attempt) if loaded is None else loaded
+    requested = [entry.row.rule for entry in configs if is_requested(entry.row)]
+    queries = sum(rule == Sql.name for rule in requested)
+    return RuleCosts(len(configs), len(requested), queries, lookback(configs).histograms)
 
 
 def _decoded(source: RunSource, key: SegmentKey, data: bytes, *, histograms: bool) -> tuple[bytes, Block]:

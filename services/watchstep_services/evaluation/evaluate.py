@@ -64,14 +64,20 @@ from watchstep_services.runs.claim import (
 )
 from watchstep_services.runs.discovery import discover
 from watchstep_services.service.context import Service, StoppingError
-from watchstep_services.service.judging import Judged, LostContext, judge_all, lookback, report_lost_context
+from watchstep_services.service.judging import (
+    REQUESTED_IN_TURN_SECONDS,
+    REQUESTED_SECONDS,
+    EvaluationLimits,
+    Judged,
+    LostContext,
+    judge_all,
+    lookback,
+    report_lost_context,
+)
 from watchstep_services.service.rule_time import RETRY_SECONDS, charged
 
 _RETRY_SECONDS = 5.0
 _NEVER = 1 << 62
-_LARGE_PRODUCT = 700_000
-"""Rows times rules from which an evaluation may take a second: 25,000 rows for the default rules. Several beside each other delay urgent ones."""
-
 _MOST_FAILED = 20
 """Limit of failed attempts in a run's health."""
 
@@ -309,9 +315,15 @@ class _Turn:
         if not self._is_taken:
             if not self._service.large_turn.take(self._claim.project):
                 return False
-            self._end.callback(self._service.large_turn.release)
+            self._end.callback(self._service.large_turn.release, self._claim.project)
             self._is_taken = take_turn(self._service.database, self._claim)
         return self._is_taken
+
+    @property
+    def limits(self) -> EvaluationLimits:
+        """Limits of the evaluation."""
+        seconds = REQUESTED_IN_TURN_SECONDS if self._is_taken else REQUESTED_SECONDS
+        return EvaluationLimits(self.check_running, seconds)
 
     def check_running(self) -> None:
         """Stop a large evaluation if the process ends. Usual evaluations are short, and are finished.
@@ -412,17 +424,13 @@ def _collect(service: Service, claim: Claim, source: RunSource) -> Collected:
 
 
 def _is_large(service: Service, claim: Claim, collected: Collected) -> bool:
-    """Whether evaluating the segments may take long: many rows, many rows for many rules, long names, or full tensors."""
-    saved = any(info.role == "saved" for _, block in collected.blocks for info in block.catalogue)
+    """Whether evaluating the segments may take long: many rows, or rows for many rules, steps for SQL rules, long names, or full tensors."""
     if collected.is_large or collected.has_long_words:
         return True
-    if not (saved or collected.has_several_rows):
+    if not any(info.role == "saved" for _, block in collected.blocks for info in block.catalogue):
         return False
-    rows = collected.rows
-    configs = [loaded.config for loaded in ticks.cached_configs(service, claim, collected.attempt)]
-    if rows * len(configs) >= _LARGE_PRODUCT:
-        return True
-    return saved and any(config is not None and reads_tensors(config) for config in configs)
+    configs = ticks.cached_configs(service, claim, collected.attempt)
+    return any(loaded.config is not None and reads_tensors(loaded.config) for loaded in configs)
 
 
 def _judge(
@@ -469,7 +477,7 @@ def _judge(
     ended = not collected.blocks and ticks.is_over(service, claim.run_id, collected.attempt)
     judging = JudgingProgress(attempt.watermark, watermark, claim.now_ns, ended)
     saved = saved_tensors_of(source.store, collected.attempt, compared.references, references.store_of)
-    judged = judge_all(compared.configs, before.block, arrived, judging, turn.check_running, saved)
+    judged = judge_all(compared.configs, before.block, arrived, judging, turn.limits, saved)
     judged = compared.without_statistics(judged, configs)
     if lost is not None:
         judged = report_lost_context(judged, lost, attempt.watermark)

@@ -127,7 +127,14 @@ def claim_longest_due(database: Database, run_id: int, worker: str, lease_ns: in
     return next(iter(_claimed(database, _CLAIM_LONGEST_DUE, named)), None)
 
 
-def claim_due(database: Database, run_id: int, worker: str, lease_ns: int, most: int) -> list[Claim]:
+def claim_due(
+    database: Database,
+    run_id: int,
+    worker: str,
+    lease_ns: int,
+    most: int,
+    except_projects: Sequence[str] = (),
+) -> list[Claim]:
     """Claim the runs that have been due for longest, with one statement.
 
     Candidates and order are those of `claim_longest_due`. Runs whose last evaluation did not end, and runs that wait for their turn of a
@@ -139,9 +146,12 @@ def claim_due(database: Database, run_id: int, worker: str, lease_ns: int, most:
         worker: name of this worker.
         lease_ns: duration of the leases.
         most: limit of the other runs.
+        except_projects: names of projects whose runs are not claimed.
     """
     failpoint("evaluate.claiming", run_id)
-    named = {"requested_id": run_id, "worker": worker, "lease_ns": lease_ns, "most": most}
+    named = {
+        "requested_id": run_id, "worker": worker, "lease_ns": lease_ns, "most": most, "except_projects": except_projects,
+    }  # fmt: skip
     claims = _claimed(database, _CLAIM_DUE, named)
     return sorted(claims, key=lambda claim: (claim.is_troubled, claim.order))
 
@@ -295,8 +305,11 @@ def _chosen(statement: Select[int]) -> ColumnElement[bool]:
     return RunRow.id == any_(func.array(unlocked(statement, RunRow).scalar_subquery()))
 
 
-_OTHERS = _LONGEST_DUE.where(not_(_IS_TROUBLED)).limit(bindparam("most", type_=Integer()))
-_TROUBLED = _LONGEST_DUE.where(_IS_TROUBLED)
+_OF_CLAIMED_PROJECTS = RunRow.project.not_in(bindparam("except_projects", expanding=True))
+_OTHERS = _LONGEST_DUE.where(not_(_IS_TROUBLED), _OF_CLAIMED_PROJECTS).limit(
+    bindparam("most", type_=Integer())
+)
+_TROUBLED = _LONGEST_DUE.where(_IS_TROUBLED, _OF_CLAIMED_PROJECTS)
 _CLAIM_DUE = (
     _ANY.where(or_(RunRow.id.in_(_OTHERS), RunRow.id.in_(_TROUBLED))),
     _both(_ANY.where(or_(_chosen(_OTHERS), _chosen(_TROUBLED))))[1],

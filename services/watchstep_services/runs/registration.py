@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from watchstep_services.db.models import BoundJobRow, Project, ProjectStore, Run
 from watchstep_services.db.records import hint
 from watchstep_services.runs import attempts, rule_configs
 from watchstep_services.runs.lifecycle import ENDED
-from watchstep_services.runs.rule_configs import Origin
+from watchstep_services.runs.rule_configs import MOST_RULES, Origin
 from watchstep_services.runs.stops import retry_unconfirmed
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy import (
@@ -62,7 +63,7 @@ from watchstep_services.tenancy import (
     place_for,
 )
 
-MOST_RULES = 100
+MOST_OF_A_RULE = 5
 MOST_QUERIES = 3
 MOST_SECONDS = 1.0
 """Limit for one step of one query, as by default; over the rows of a step it takes a few milliseconds."""
@@ -76,9 +77,15 @@ def check(requested: Sequence[RuleConfig]) -> None:
     """Check that rules which a recorder requests do not occupy the workers.
 
     Raises:
-        RuleError: too many rules, or a SQL rule with too high limits.
+        RuleError: too many rules, copies of one, or a SQL rule with too high limits.
     """
     _check_counts([config.rule for config in requested])
+    names: dict[str, str] = {}
+    for config in requested:
+        content = config.model_copy(update={"name": ""}).model_dump_json(by_alias=True)
+        first = names.setdefault(content, config.name)
+        if first != config.name:
+            raise RuleError(f"rule {config.name!r}: equals {first!r} except for its name", "request it once")
     queries = [(config.name, config.parameters) for config in requested if config.rule == Sql.name]
     for name, params in queries:
         assert isinstance(params, SqlParams)
@@ -94,7 +101,7 @@ def check_counts(data: Sequence[Any]) -> None:
     """Refuse too many rules before any query is checked, because a check starts a process and takes seconds.
 
     Raises:
-        RuleError: too many rules, or too many SQL rules.
+        RuleError: too many rules, or too many configs of one rule.
     """
     _check_counts(_rules_in(data))
 
@@ -111,9 +118,13 @@ def _rules_in(data: Sequence[Any]) -> list[Any]:
 def _check_counts(rules: Sequence[Any]) -> None:
     if len(rules) > MOST_RULES:
         raise RuleError(f"{len(rules)} rules; a recorder may request {MOST_RULES}", _HINT)
-    queries = sum(rule == Sql.name for rule in rules)
-    if queries > MOST_QUERIES:
-        raise RuleError(f"{queries} SQL rules; a recorder may request {MOST_QUERIES}", _HINT)
+    for rule, count in Counter(rule for rule in rules if isinstance(rule, str)).items():
+        if rule == Sql.name and count > MOST_QUERIES:
+            raise RuleError(f"{count} SQL rules; a recorder may request {MOST_QUERIES}", _HINT)
+        if count > MOST_OF_A_RULE:
+            raise RuleError(
+                f"{count} rule configs of {rule!r}; a recorder may request {MOST_OF_A_RULE} of a rule", _HINT
+            )
 
 
 SLICE_SECONDS = 2.0
@@ -183,7 +194,7 @@ def register(
         BadNameError: a name is not valid.
         NotFoundError, ConflictError: as raised by `ensure_project`.
         StoreNotAllowedError: the store is a bucket that is not registered for the project, or the run is on another store.
-        RuleError: a recorder requests more than it may (`check`).
+        RuleError: a recorder requests more than it may (`check`), or did with its earlier requests.
     """
     layout.run_prefix(project, run)
     if origin == "recorder":

@@ -8,6 +8,7 @@ from typing import Literal
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from watchstep.errors import RuleError
 from watchstep.format.capture_needs import CaptureNeed
 from watchstep.format.control import ControlDocument
 from watchstep_rules.config.attached import capture_needs
@@ -34,6 +35,9 @@ _REPLACED_BY: Mapping[Origin, tuple[Origin, ...]] = {
 
 STRONGER_THAN_RECORDERS = _REPLACED_BY["recorder"]
 
+MOST_RULES = 100
+"""Limit of the rule configs that recorders request for a run."""
+
 OVERRIDDEN = "retired-recorder"
 """Origin of a recorder's rule config that is not evaluated, because a config of its name replaces it."""
 
@@ -50,6 +54,9 @@ def put_all(
     If names are equal, an operator's config replaces all others, and the project's replaces the owner's and a recorder's. A
     replaced recorder's config is kept as overridden, and is evaluated when it is requested again without a replacement. A
     recorder's configs inhibit no others, and are left out if an equal config exists. A change fences an evaluation in progress.
+
+    Raises:
+        RuleError: a recorder has requested more than `MOST_RULES` for the run.
     """
     rows = _config_rows(session, run)
     before = {name: row.data for name, row in rows.items()}
@@ -65,6 +72,13 @@ def put_all(
         for config in requested:
             if _without_actions(config) not in existing:
                 _put(session, run, "recorder", config.without_inhibits(), rows)
+        # Configs of earlier requests are still evaluated.
+        count = sum(kind in {"recorder", OVERRIDDEN} for kind, _ in rows)
+        if count > MOST_RULES:
+            raise RuleError(
+                f"{count} rules with those requested before; a recorder may request {MOST_RULES}",
+                "have an operator remove some of the run's rules",
+            )
     if {name: row.data for name, row in rows.items()} != before:
         _request_needs(session, run, rows)
         if before:

@@ -49,6 +49,7 @@ class WorkQueue:
         self._condition = threading.Condition()
         self._busy: set[_Key] = set()
         self._again: set[_Key] = set()
+        self._excepted: dict[_Key, None] = {}  # runs of projects that occupied all threads but one, in order
         self._projects: dict[int, str] = {}
         self._closed = False
         self._service: Service | None = None
@@ -149,10 +150,11 @@ class WorkQueue:
     def _do(self, key: _Key) -> None:
         service = self._service
         assert service is not None
-        steady = False
+        steady = was_excepted = False
         try:
             done = _WORK[key[0]](service, key[1])
-            steady = isinstance(done, Evaluated) and done.steady
+            if isinstance(done, Evaluated):
+                steady, was_excepted = done.steady, done.was_excepted
         except WatchstepError as error:
             _log.warning("%s %d: %s", *key, error)
         except Exception:  # noqa: BLE001 - logged; the thread continues
@@ -162,8 +164,22 @@ class WorkQueue:
                 self._busy.discard(key)
                 again = key in self._again
                 self._again.discard(key)
+                following = [key] if again else []
+                if key[0] == "run":
+                    following += self._next_excepted(key, was_excepted=was_excepted)
                 self._condition.notify_all()
             if not steady:
                 self.wake.set()
-            if again:
-                self._put(key)
+            for work in following:
+                self._put(work)
+
+    def _next_excepted(self, key: _Key, *, was_excepted: bool) -> list[_Key]:
+        """The run that is evaluated next, of those that were excepted. The caller holds the lock."""
+        if was_excepted:
+            self._excepted[key] = None
+        # While other threads evaluate runs, the next of them to end continues here.
+        if not self._excepted or (was_excepted and any(kind == "run" for kind, _ in self._busy)):
+            return []
+        following = next(iter(self._excepted))
+        del self._excepted[following]
+        return [following]

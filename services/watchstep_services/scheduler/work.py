@@ -29,11 +29,13 @@ class Evaluated:
         runs: number of runs that were claimed.
         is_full: as many were due as a batch may have, so that more may be.
         steady: nothing was found in any of them that could change the state of a run or of an alert.
+        was_excepted: no run was claimed, and runs of a project whose evaluations occupy as many threads as they may were excepted.
     """
 
     runs: int
     is_full: bool
     steady: bool
+    was_excepted: bool = False
 
 
 def evaluate_longest_due(service: Service, run_id: int) -> Evaluation:
@@ -67,7 +69,7 @@ def evaluate_due(service: Service, run_id: int = 0) -> Evaluated:
 
     claimed = evaluate_batch(service, follow_up, run_id)
     steady = len(results) == claimed.runs and all(result.steady for result in results)
-    return Evaluated(claimed.runs, claimed.is_full, steady)
+    return Evaluated(claimed.runs, claimed.is_full, steady, claimed.has_exceptions and not claimed.runs)
 
 
 def _followed_up(service: Service, run_id: int, result: Evaluation) -> Evaluation:

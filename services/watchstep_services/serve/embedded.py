@@ -45,6 +45,7 @@ from watchstep_services.runs.rule_configs import apply_owner_rules
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
 from watchstep_services.service.context import Service, owner_receivers, owner_rules
+from watchstep_services.service.rule_time import EvaluationThreads
 from watchstep_services.stores.opening import Stores
 from watchstep_services.tenancy import serve_store
 
@@ -160,7 +161,8 @@ class EmbeddedService:
         if not self.settings.database_url.get_secret_value():
             # The database is in the home, which is locked, so that all owners of leases have ended.
             expire_leases(database)
-        self._queue = WorkQueue(self.settings.workers)
+        # One thread more than runs of one project may occupy.
+        self._queue = WorkQueue(self.settings.workers + 1)
         settings = self.settings.model_copy(update={"store": store.location})
         with database.write() as session:
             serve_store(session, store.location)
@@ -174,6 +176,7 @@ class EmbeddedService:
             self._queue,
             receiver_file=receivers,
             owner_backends=home / BACKENDS_FILE,
+            evaluation_threads=EvaluationThreads(settings.workers),
             stores=Stores(
                 {url: StoreIdentity(noted_id(home, url)) for url in stores} | {store.location: identity}
             ),

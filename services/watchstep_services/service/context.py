@@ -30,7 +30,7 @@ from watchstep_services.db.encryption import SecretBox
 from watchstep_services.db.engine import Database
 from watchstep_services.service.caches import HistoryCache, PictureCache, RuleStateCache
 from watchstep_services.service.listings import ListingTimes, RefusedDocuments
-from watchstep_services.service.rule_time import LargeTurn, RunBatchSize, UsualTime
+from watchstep_services.service.rule_time import EvaluationThreads, LargeTurn, RunBatchSize, UsualTime
 from watchstep_services.service.waiting_segments import WaitingRoom
 from watchstep_services.stores.bulkhead import Bulkhead, HangingStores
 from watchstep_services.stores.opening import Stores, check_endpoint
@@ -97,7 +97,8 @@ class Service:
         refused_documents: damaged documents of runs that this process has read.
         listing_times: durations of this process's listings of runs.
         waiting_room: how many more announced segments each project may have waiting.
-        large_turn: the large evaluation in progress in this process.
+        large_turn: the large evaluations in progress in this process.
+        evaluation_threads: the threads of this process that evaluate runs, by project.
         usual_time: rule time of this process's evaluations that is not charged to projects yet.
         batch_size: how many runs this process evaluates together.
         receiver_file: the owner's receivers, for all projects.
@@ -133,6 +134,7 @@ class Service:
     listing_times: ListingTimes = field(default_factory=ListingTimes)
     waiting_room: WaitingRoom = field(default_factory=WaitingRoom)
     large_turn: LargeTurn = field(default_factory=LargeTurn)
+    evaluation_threads: EvaluationThreads = field(default_factory=EvaluationThreads)
     usual_time: UsualTime = field(default_factory=UsualTime)
     batch_size: RunBatchSize = field(default_factory=RunBatchSize)
     receiver_file: ReceiverFile = field(default_factory=ReceiverFile)

@@ -13,8 +13,17 @@ from watchstep.errors import RuleError
 from watchstep.format.block import Block
 from watchstep_rules.baseline import with_baseline
 from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.sandbox.program import limited_rule_time
 from watchstep_rules.engine.alert import Transition
-from watchstep_rules.engine.judge import JudgingLimits, RuleHealth, RuleMemory, Verdict, failed, judge_set
+from watchstep_rules.engine.judge import (
+    JudgingLimits,
+    RuleHealth,
+    RuleMemory,
+    Verdict,
+    failed,
+    inhibited,
+    judge_each,
+)
 from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, RuleInputs, over_one_catalogue
 from watchstep_rules.engine.saved_tensors import SavedTensors
 from watchstep_rules.rule import Finding
@@ -24,10 +33,32 @@ STATE_CHARACTERS = 32 * 1024 * 1024
 """Limit of the rule states of one attempt together, as JSON. They are stored in one transaction."""
 
 JUDGING_SECONDS = 30.0
-"""Limit of the processor time in which the rules of one evaluation begin. Rules that a recorder requested are evaluated last."""
+"""Limit of the processor time in which the rules of one evaluation begin, except those in `REQUESTED_SECONDS`."""
+
+REQUESTED_SECONDS = 2.0
+"""The same for the rules that a recorder requested, which are evaluated last, and the limit of the time of its SQL rules. Rules that an
+operator has allowed to stop the job are not among them."""
+
+REQUESTED_IN_TURN_SECONDS = 10.0
+"""The same for a large evaluation, because a project has only one at a time."""
+
+_REQUESTED = "the rules that the recorder requested"
 
 FINDINGS_KEPT = 1000
 """Limit of stored findings of one rule config on one attempt; the rest are counted."""
+
+
+@dataclass(frozen=True)
+class EvaluationLimits:
+    """Limits of one evaluation.
+
+    Attributes:
+        check_running: as in `JudgingLimits`.
+        requested_seconds: limit of the rules that a recorder requested, as `REQUESTED_SECONDS`.
+    """
+
+    check_running: Callable[[], None]
+    requested_seconds: float
 
 
 @dataclass(frozen=True)
@@ -123,12 +154,17 @@ def lookback(configs: Iterable[Loaded]) -> Lookback:
     return Lookback.of(loaded.config for loaded in configs if loaded.config is not None)
 
 
+def is_requested(row: RuleConfigRow) -> bool:
+    """Whether a rule config is requested by a recorder only: no operator has allowed it to stop the job."""
+    return row.origin == "recorder" and not row.granted_stop
+
+
 def judge_all(
     configs: list[Loaded],
     history: Block,
     arrived: Block,
     progress: JudgingProgress,
-    check_running: Callable[[], None],
+    limits: EvaluationLimits,
     saved: SavedTensors,
 ) -> list[Judged]:
     """Evaluate every rule config. A failing rule reports it in its health and does not affect the others.
@@ -138,18 +174,24 @@ def judge_all(
         history: earlier rows.
         arrived: new rows.
         progress: the watermarks before and now.
-        check_running: as in `JudgingLimits`.
+        limits: limits of the evaluation.
         saved: reads full tensors for rules that need them.
     """
     rows = RuleInputs(*over_one_catalogue(history, arrived), progress, saved)
     readable = [index for index, loaded in enumerate(configs) if loaded.config is not None]
     # A recorder may request many rules: the others come first, so that they are within the time limit.
-    order = sorted(readable, key=lambda index: configs[index].row.origin == "recorder")
-    limits = JudgingLimits(JUDGING_SECONDS, FINDINGS_KEPT, check_running)
+    order = sorted(readable, key=lambda index: is_requested(configs[index].row))
     pairs = [
         (config, configs[index].memory) for index in order if (config := configs[index].config) is not None
     ]
-    verdicts = dict(zip(order, judge_set(pairs, rows, limits), strict=True))
+    own = sum(not is_requested(configs[index].row) for index in order)
+    of_owners = JudgingLimits(JUDGING_SECONDS, findings=FINDINGS_KEPT, check_running=limits.check_running)
+    each = judge_each(pairs[:own], rows, of_owners)
+    seconds = limits.requested_seconds
+    with limited_rule_time(seconds, _REQUESTED, "make them faster, or have an operator request them"):
+        of_recorder = JudgingLimits(seconds, _REQUESTED, FINDINGS_KEPT, limits.check_running)
+        each += judge_each(pairs[own:], rows, of_recorder)
+    verdicts = dict(zip(order, inhibited(pairs, each, progress.now), strict=True))
     judged = [
         _judged(loaded, verdicts[index]) if index in verdicts else _unreadable(loaded)
         for index, loaded in enumerate(configs)

@@ -11,17 +11,20 @@ otherwise delay the runs of other projects until all of them were evaluated. A p
 deferred by a few seconds at most. Usual evaluations defer a project by less than the priority of an urgent run. Each evaluation of an
 urgent run defers it by some seconds more, because any recorder may report urgency, for any number of runs.
 
-Large evaluations take turns: one at a time in a process, and alternating between projects.
+Large evaluations take turns: one at a time of a project, two in a process, and alternating between projects. The runs of one project occupy
+all threads of a process but one (`EvaluationThreads`), so that its first slow evaluations, before any deferral, delay no other project.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 from sqlalchemy import BigInteger, bindparam, case, update
 from sqlalchemy.exc import SQLAlchemyError
@@ -110,6 +113,52 @@ class RunBatchSize:
         """Take in the duration of a batch."""
         with self._lock:
             self._seconds += _WEIGHT * (seconds / runs - self._seconds)
+
+
+class _OfProject(Protocol):
+    """A claim."""
+
+    @property
+    def project(self) -> str:
+        """Name of the run's project."""
+
+
+_Claim = TypeVar("_Claim", bound=_OfProject)
+
+
+class EvaluationThreads:
+    """Limits the threads of this process that evaluate runs of one project. Thread-safe.
+
+    Args:
+        per_project: limit of threads for one project.
+    """
+
+    def __init__(self, per_project: int = sys.maxsize) -> None:
+        self._per_project = per_project
+        self._of_project: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def evaluating(self, claim: Callable[[list[str]], list[_Claim]]) -> Iterator[tuple[list[_Claim], bool]]:
+        """Context of a thread that claims runs and evaluates them.
+
+        Args:
+            claim: claims runs, except those of the given projects, whose threads are all in use.
+
+        Yields:
+            The claims, and whether runs of any project were excepted.
+        """
+        # Within the lock, so that threads which claim at the same time do not exceed the limit together.
+        with self._lock:
+            full = [name for name, threads in self._of_project.items() if threads >= self._per_project]
+            claims = claim(full)
+            projects = Counter({entry.project for entry in claims})
+            self._of_project += projects
+        try:
+            yield claims, bool(full)
+        finally:
+            with self._lock:
+                self._of_project -= projects  # a difference drops zeros
 
 
 @contextmanager
@@ -208,28 +257,31 @@ _WAITING_SECONDS = 5 * RETRY_SECONDS
 _MAX_WAITING = 1000
 """Limit of projects with a recorded last turn."""
 
+_MOST_LARGE = 2
+"""Limit of large evaluations at a time, of different projects, so that one project does not make the others wait."""
+
 
 class LargeTurn:
-    """Limits a process to one large evaluation at a time, fairly by project. Thread-safe.
+    """Limits a process to one large evaluation of a project at a time, and to two in all, fairly by project. Thread-safe.
 
-    If several projects wait, the one with the oldest last turn is next, whichever tries first: a project with many large evaluations
-    delays those of another project by one evaluation.
+    If several projects wait, the one with the oldest last turn is next, whichever tries first. A project with many large evaluations
+    does not delay those of another project, unless a third one has the other turn.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_taken = False
+        self._taken_by: set[str] = set()
         self._waiting: dict[str, float] = {}
         self._last_turns: OrderedDict[str, float] = OrderedDict()
 
     def take(self, project: str) -> bool:
-        """Take the turn, if it is free and no other project is next. Otherwise the caller tries again after `RETRY_SECONDS`.
+        """Take a turn, if one is free and no other project is next. Otherwise the caller tries again after `RETRY_SECONDS`.
 
         Args:
             project: name of the project.
 
         Returns:
-            Whether it is taken; if so, `release` must be called.
+            Whether the project has a turn now; if so, `release` must be called.
         """
         with self._lock:
             now = time.monotonic()
@@ -237,11 +289,13 @@ class LargeTurn:
                 name: tried for name, tried in self._waiting.items() if now - tried < _WAITING_SECONDS
             }
             own = self._last_turns.get(project, 0.0)
-            others = (self._last_turns.get(name, 0.0) for name in self._waiting if name != project)
-            if self._is_taken or any(other < own for other in others):
+            # A project that has a turn is not next.
+            others = self._waiting.keys() - self._taken_by - {project}
+            is_next = all(self._last_turns.get(name, 0.0) >= own for name in others)
+            if project in self._taken_by or len(self._taken_by) >= _MOST_LARGE or not is_next:
                 self._waiting[project] = now
                 return False
-            self._is_taken = True
+            self._taken_by.add(project)
             self._waiting.pop(project, None)
             self._last_turns[project] = now
             self._last_turns.move_to_end(project)
@@ -249,7 +303,7 @@ class LargeTurn:
                 self._last_turns.popitem(last=False)
             return True
 
-    def release(self) -> None:
-        """Release the turn, after the evaluation was committed or has failed."""
+    def release(self, project: str) -> None:
+        """Release the turn of a project, after the evaluation was committed or has failed."""
         with self._lock:
-            self._is_taken = False
+            self._taken_by.discard(project)

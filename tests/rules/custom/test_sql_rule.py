@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -31,9 +32,15 @@ from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.format.block import Block
 from watchstep.reading.columns import Columns
 from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.sandbox import program
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import Child
-from watchstep_rules.custom.sandbox.program import limited_rule_time
+from watchstep_rules.custom.sandbox.program import (
+    limited_rule_time,
+    out_of_time,
+    rule_time_charged,
+    rule_time_left,
+)
 from watchstep_rules.custom.sql.process import QuerySource, Question, SqlProgram, select
 from watchstep_rules.custom.sql.query import QueryLimits
 from watchstep_rules.custom.sql.rule import QUERIES_CHECKED
@@ -520,6 +527,27 @@ def test_rules_that_take_longer_than_an_evaluation_allows_leave_the_rest_unjudge
     assert "took over 0.5 s in one evaluation" in problem
     assert "WATCHSTEP_RULE_SECONDS" in problem
     assert len(all_at_once(sql(LOUD), block).findings) == 6
+
+
+def test_a_time_limit_of_some_rules_counts_in_the_limit_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(program, "_now", lambda: float(next(clock)))
+    with limited_rule_time(10.0) as outer:
+        with limited_rule_time(3.0, "these rules", "request fewer") as inner:
+            with rule_time_charged():
+                assert rule_time_left() == 2.0  # of the inner limit
+            assert (inner.spent, outer.spent) == (2.0, 2.0)
+            error = out_of_time("SQL")
+            assert (error.what, error.hint) == (
+                "SQL: these rules took over 3 s in one evaluation", "request fewer",
+            )  # fmt: skip
+        assert rule_time_left() == 8.0
+        with limited_rule_time(60.0, "these rules", "request fewer"):
+            assert rule_time_left() == 8.0
+            for _ in range(8):
+                with rule_time_charged():
+                    pass
+            assert "the SQL and Python rules of the run took over 10 s" in out_of_time("SQL").what
 
 
 # Queries about a run in a child process: what they request, and that the child serves the next query.

@@ -413,6 +413,14 @@ def sql(name: str, **params: Any) -> RuleConfig:
             [RuleConfig(rule="overfit", name=f"r{n}") for n in range(101)],
             "101 rules; a recorder may request 100",
         ),
+        (
+            [RuleConfig(rule="overfit", name=f"r{n}", params={"patience": n + 1}) for n in range(6)],
+            "6 rule configs of 'overfit'; a recorder may request 5",
+        ),
+        (
+            [RuleConfig(rule="overfit", name=name) for name in ("first", "second")],
+            "'second': equals 'first' except for its name",
+        ),
     ],
 )
 def test_a_recorder_may_not_ask_for_what_occupies_the_workers(
@@ -423,9 +431,34 @@ def test_a_recorder_may_not_ask_for_what_occupies_the_workers(
     assert register(driven_sqlite.service, PROJECT, "run-1", tuple(asked), "operator") == 1
 
 
-def test_a_run_found_with_such_rules_is_judged_without_them(driven_sqlite: Driven) -> None:
-    driven_sqlite.recording().begin(rules=[sql("slow", seconds=60).as_data()])
+def test_the_rules_of_all_requests_of_a_recorder_count(driven_sqlite: Driven) -> None:
+    def request(first: int, count: int) -> None:
+        rules = tuple(
+            RuleConfig(rule=rule, name=f"{rule} {n}", **{"for": {"steps": 1 + n}})
+            for n in range(first, first + count)
+            for rule in ("overfit", "overtraining")
+        )
+        register(driven_sqlite.service, PROJECT, "run-1", rules, "recorder")
+
+    for first in range(0, 50, 5):
+        request(first, 5)
+    request(0, 5)  # again
+    with pytest.raises(RuleError, match="102 rules with those requested before; a recorder may request 100"):
+        request(50, 1)
+
+
+@pytest.mark.parametrize(
+    ("rules", "problem"),
+    [
+        ([sql("slow", seconds=60)], "seconds = 60"),
+        ([RuleConfig(rule="overfit", name=name) for name in ("first", "second")], "equals 'first'"),
+    ],
+)
+def test_a_run_found_with_such_rules_is_judged_without_them(
+    driven_sqlite: Driven, rules: list[RuleConfig], problem: str
+) -> None:
+    driven_sqlite.recording().begin(rules=[config.as_data() for config in rules])
     [run_id] = discover_runs(driven_sqlite.service)
-    assert "seconds = 60" in driven_sqlite.run(run_id).health["run_document"]
+    assert problem in driven_sqlite.run(run_id).health["run_document"]
     driven_sqlite.register()
     assert register(driven_sqlite.service, PROJECT, "run-1", (sql("quick"),), "recorder") == run_id

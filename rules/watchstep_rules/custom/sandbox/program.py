@@ -51,10 +51,16 @@ class RuleTime:
 
     Attributes:
         limit: limit, in seconds.
+        limited: what the limit applies to, for the error.
+        hint: how to avoid the error.
+        outer: the limit of more rules, which applies, too.
         spent: seconds used by rules so far.
     """
 
     limit: float
+    limited: str = "the SQL and Python rules of the run"
+    hint: str = "make the rules faster, or raise WATCHSTEP_RULE_SECONDS"
+    outer: RuleTime | None = None
     spent: float = 0.0
     _started: float | None = field(default=None, repr=False)
 
@@ -62,7 +68,8 @@ class RuleTime:
     def left(self) -> float:
         """Remaining seconds, also while a rule runs; negative once the limit is exceeded."""
         running = 0.0 if self._started is None else _now() - self._started
-        return self.limit - self.spent - running
+        own = self.limit - self.spent - running
+        return own if self.outer is None else min(own, self.outer.left - running)
 
     @contextmanager
     def charged(self) -> Iterator[None]:
@@ -71,17 +78,34 @@ class RuleTime:
         try:
             yield
         finally:
-            self.spent += _now() - self._started
+            seconds = _now() - self._started
             self._started = None
+            self.add(seconds)
+
+    def add(self, seconds: float) -> None:
+        """Count time of rules."""
+        self.spent += seconds
+        if self.outer is not None:
+            self.outer.add(seconds)
 
 
 _current: ContextVar[RuleTime | None] = ContextVar("_current", default=None)
 
 
 @contextmanager
-def limited_rule_time(seconds: float) -> Iterator[RuleTime]:
-    """Limit the total time of SQL and Python rules in the ``with`` block."""
-    rule_time = RuleTime(seconds)
+def limited_rule_time(
+    seconds: float, limited: str = RuleTime.limited, hint: str = RuleTime.hint
+) -> Iterator[RuleTime]:
+    """Limit the total time of SQL and Python rules in the ``with`` block.
+
+    Within another such block both limits apply, and the time counts in both.
+
+    Args:
+        seconds: limit, in seconds.
+        limited: what the limit applies to, for the error.
+        hint: how to avoid the error.
+    """
+    rule_time = RuleTime(seconds, limited, hint, _current.get())
     token = _current.set(rule_time)
     try:
         yield rule_time
@@ -108,11 +132,11 @@ def rule_time_left() -> float:
 
 def out_of_time(called: str) -> RuleError:
     """Return the error of a rule that did not run, or did not finish, because the limit was reached."""
-    rule_time = _current.get()
-    limit = 0.0 if rule_time is None else rule_time.limit
+    rule_time = _current.get() or RuleTime(0.0)
+    if rule_time.outer is not None and rule_time.outer.left <= 0:
+        rule_time = rule_time.outer
     return RuleError(
-        f"{called}: the SQL and Python rules of the run took over {limit:g} s in one evaluation",
-        "make the rules faster, or raise WATCHSTEP_RULE_SECONDS",
+        f"{called}: {rule_time.limited} took over {rule_time.limit:g} s in one evaluation", rule_time.hint
     )
 
 

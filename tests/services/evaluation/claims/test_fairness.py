@@ -14,12 +14,13 @@ from tests.services.driving import Driven, make_service
 from tests.services.recording import nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_services.core.failpoints import listening
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Project, RunRow
 from watchstep_services.db.records import hint, put_segments
-from watchstep_services.runs.claim import AHEAD_NS, claim_due, claim_longest_due
+from watchstep_services.runs.claim import AHEAD_NS, Claim, claim_due, claim_longest_due
 from watchstep_services.runs.registration import register
 from watchstep_services.runs.stops import request_stop
 from watchstep_services.scheduler import queue
@@ -31,6 +32,8 @@ from watchstep_services.service.rule_time import (
     FREE_SECONDS,
     LONGEST_NS,
     USUAL_LONGEST_NS,
+    EvaluationThreads,
+    RunBatchSize,
     UsualTime,
     charge,
     charge_usual,
@@ -48,6 +51,12 @@ class Line(NullNotifier):
 
     def run_changed(self, run_id: int, cached_by: str = "") -> None:
         self.waiting.append(run_id)
+
+
+class Single(RunBatchSize):
+    """Batches of one run."""
+
+    runs = 1
 
 
 def small(driven: Driven, number: int) -> int:
@@ -247,6 +256,53 @@ def test_usual_evaluations_defer_less_than_an_urgent_run_is_ahead(driven: Driven
     charge(driven.service.database, "vision", 20.0)
     charge_usual(driven.service.database, "vision", 10.0)
     assert deferred_for(driven, "vision") > USUAL_LONGEST_NS + 60 * NANOSECONDS  # which shortens no deferral
+
+
+def test_runs_of_excepted_projects_are_not_claimed(driven: Driven) -> None:
+    due_since(driven, "vision", "first", 50)
+    quick = due_since(driven, "other", "quick", 1)
+    claims = claim_due(driven.service.database, 0, "mine", LEASE_NS, 8, ["vision", "speech"])
+    assert [claim.run_id for claim in claims] == [quick]
+
+
+def test_evaluations_of_one_project_leave_a_thread_to_the_others(driven_sqlite: Driven) -> None:
+    work = WorkQueue(2)
+    service = replace(
+        driven_sqlite.service, notifier=work, evaluation_threads=EvaluationThreads(1), batch_size=Single()
+    )
+    driven = Driven(service)
+    slow, following = (due_since(driven, "vision", name, 50.0) for name in ("slow", "following"))
+    quick = due_since(driven, "other", "quick", 1.0)
+    begun, release = threading.Event(), threading.Event()
+    requested: list[object] = []
+    claimed: list[int] = []
+
+    def judge_slowly(point: str, subject: object) -> None:
+        if point == "evaluate.claiming":
+            requested.append(subject)
+        if point == "evaluate.claimed" and isinstance(subject, Claim):
+            claimed.append(subject.run_id)
+            if subject.run_id == slow:
+                begun.set()
+                release.wait(60.0)
+
+    work.start(service)
+    try:
+        with listening(judge_slowly):
+            work.run_changed(slow)
+            assert begun.wait(30.0)
+            work.run_changed(following)  # evaluates the run of the other project instead
+            assert work.wait_until(lambda: quick in claimed, 30.0)
+            work.run_changed(following)  # evaluates nothing
+            assert work.wait_until(lambda: requested.count(following) == 2, 30.0)
+            work.run_changed(quick)
+            assert work.wait_until(lambda: quick in requested, 30.0)
+            assert claimed == [slow, quick]
+            release.set()
+            assert work.wait_until(lambda: following in claimed, 30.0)  # without another message
+    finally:
+        release.set()
+        work.close()
 
 
 def test_a_stop_does_not_wait_for_evaluations(driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch) -> None:

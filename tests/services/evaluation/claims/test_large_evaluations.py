@@ -14,11 +14,11 @@ from tests.services.evaluation.claims.test_fairness import due_since
 from tests.services.recording import Recording, exploding_from, nan_from
 from watchstep.format.layout import SegmentKey
 from watchstep.store.store import Store
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.core.failpoints import listening
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.models import RunRow
 from watchstep_services.evaluation import collect, context
-from watchstep_services.evaluation import evaluate as evaluating
 from watchstep_services.evaluation.unfinished_reads import CAREFUL, CONDEMNED
 from watchstep_services.runs.claim import Claim, claim, claim_longest_due, release, take_turn, wait_for_turn
 from watchstep_services.service import rule_time
@@ -137,23 +137,37 @@ def test_projects_that_wait_for_a_large_evaluation_take_turns(monkeypatch: pytes
     clock = [100.0]
     monkeypatch.setattr("watchstep_services.service.rule_time.time.monotonic", lambda: clock[0])
     turn = rule_time.LargeTurn()
+    assert turn.take("third")  # has one of the two turns throughout
     assert turn.take("many")
     assert not turn.take("many")
     assert not turn.take("other")
-    turn.release()
+    turn.release("many")
     clock[0] += 1.0
     assert not turn.take("many")  # the other waits, and has had no turn
     assert turn.take("other")
-    turn.release()
+    turn.release("other")
     clock[0] += 1.0
-    assert turn.take("many")  # alone
-    turn.release()
+    assert turn.take("many")  # no other waits
+    turn.release("many")
     clock[0] += 1.0
     assert turn.take("other")
     assert not turn.take("many")
-    turn.release()
+    turn.release("other")
     clock[0] += 60.0  # nobody waits that long without asking again
     assert turn.take("other")
+
+
+def test_large_evaluations_of_one_project_delay_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("watchstep_services.service.rule_time.time.monotonic", lambda: clock[0])
+    turn = rule_time.LargeTurn()
+    assert turn.take("many")
+    assert not turn.take("many")  # its next run waits
+    clock[0] += 1.0
+    for _ in range(3):
+        assert turn.take("other")  # although its last turn was later
+        turn.release("other")
+        clock[0] += 1.0
 
 
 def test_a_large_evaluation_is_left_to_the_next_process_if_this_one_ends(
@@ -184,13 +198,37 @@ def test_many_rows_for_many_rules_take_the_turn(
     driven_sqlite.announce(run_id, recording.write(0, 0, 4, nan_from(0)))
     in_turn = claimed(driven_sqlite, due_since(driven_sqlite, "vision", "other", 1.0))
     assert take_turn(driven_sqlite.service.database, in_turn)
-    monkeypatch.setattr(collect, "SEVERAL_ROWS", 1)
     assert driven_sqlite.evaluate(run_id).outcome == "committed"
     driven_sqlite.announce(run_id, recording.write(1, 5, 9, nan_from(0)))
-    monkeypatch.setattr(evaluating, "_LARGE_PRODUCT", 10)
+    monkeypatch.setattr(collect, "LARGE_PRODUCT", 10)
     assert driven_sqlite.evaluate(run_id).outcome == "idle"
     release(driven_sqlite.service.database, in_turn, None)
     assert driven_sqlite.evaluate(run_id).outcome == "committed"
+
+
+def test_many_steps_for_the_sql_rules_of_a_recorder_take_the_turn(
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = "SELECT tensor, mean AS value FROM statistics WHERE mean > 1e30"
+    recording, run_id = driven_sqlite.begin((RuleConfig(rule="sql", name="query", params={"query": query}),))
+    in_turn = claimed(driven_sqlite, due_since(driven_sqlite, "vision", "other", 1.0))
+    assert take_turn(driven_sqlite.service.database, in_turn)
+    monkeypatch.setattr(collect, "LARGE_QUERIES", 5)
+    driven_sqlite.announce(run_id, recording.write(0, 0, 3))
+    assert driven_sqlite.evaluate(run_id).outcome == "committed"
+    driven_sqlite.announce(run_id, recording.write(1, 4, 8))
+    assert driven_sqlite.evaluate(run_id).outcome == "idle"
+
+
+def test_an_evaluation_reads_no_more_rows_than_requested_rules_judge_within_their_time(
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording, run_id = driven_sqlite.begin([RuleConfig(rule="loss_spike"), RuleConfig(rule="overfit")])
+    first, second = recording.write(0, 0, 4), recording.write(1, 5, 9)
+    monkeypatch.setattr(collect, "LARGE_PRODUCT", 2)  # two rows for each of the two rules
+    driven_sqlite.announce(run_id, first, second)
+    assert [driven_sqlite.evaluate(run_id).more for _ in range(2)] == [True, False]
+    assert driven_sqlite.run(run_id).last_step == 9
 
 
 def test_long_names_take_the_turn(driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch) -> None:

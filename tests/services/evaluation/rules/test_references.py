@@ -408,17 +408,18 @@ def test_references_are_pinned_within_the_turn_for_large_evaluations(
     other = Recording(folder_store, "other").begin()
     other_id = driven.register("other")
     driven.announce(other_id, other.write_rows(0, rows_of(other, 3.0)))
-    assert driven.service.large_turn.take("another project")
+    for project in ("another project", "a third project"):
+        assert driven.service.large_turn.take(project)
     for _ in range(3):
         assert driven.evaluate(other_id).outcome == "idle"
     assert driven.run(other_id).waits_for_turn
     assert read_references(other.store, "a1") is None
-    driven.service.large_turn.release()
+    driven.service.large_turn.release("a third project")
     assert driven.evaluate(other_id).outcome == "committed"
     assert found(driven, other_id) == ALL_FIRE
     assert not driven.run(other_id).waits_for_turn
     # Of an attempt whose references are known, small evaluations need no turn; a new process reads them within it.
-    assert driven.service.large_turn.take("another project")
+    assert driven.service.large_turn.take("a third project")
     driven.announce(other_id, other.write_rows(1, [Row(step, LOSS, [3.0]) for step in range(10, 12)]))
     assert driven.evaluate(other_id).outcome == "committed"
     driven.announce(other_id, other.write_rows(2, [Row(step, LOSS, [3.0]) for step in range(12, 14)]))
@@ -427,7 +428,8 @@ def test_references_are_pinned_within_the_turn_for_large_evaluations(
 
 def test_a_run_that_compares_with_none_needs_no_turn(sqlite: Database, folder_store: Store) -> None:
     driven = Driven(make_service(sqlite, folder_store, (RuleConfig(rule="non_finite_values"),)))
-    assert driven.service.large_turn.take("another project")
+    for project in ("another project", "a third project"):
+        assert driven.service.large_turn.take(project)
     _, run_id = recorded(driven, folder_store, "usual", float("nan"))
     assert set(driven.alerts(run_id)) == {"non_finite_values"}
 

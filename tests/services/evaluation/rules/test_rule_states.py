@@ -20,6 +20,7 @@ from watchstep_services.core import failpoints
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import RuleConfigRow, RuleStateRow, RunRow, TickRow
 from watchstep_services.evaluation import collect as collecting
+from watchstep_services.evaluation import evaluate as evaluating
 from watchstep_services.runs import rule_health
 from watchstep_services.runs.claim import claim
 from watchstep_services.runs.lifecycle import advance_run
@@ -277,6 +278,28 @@ def test_rules_that_a_recorder_requested_are_evaluated_last(
     assert {name: state for name, state in health.items() if name != "requested"} == {
         config.name: "ok" for config in RULES
     }
+
+
+def test_rules_that_a_recorder_requested_have_a_time_limit_of_their_own(
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested = [
+        RuleConfig(rule="non_finite_values", name="requested"),
+        RuleConfig(rule="nan_or_inf", name="may stop"),
+    ]
+    recording, run_id = driven_sqlite.begin(rules=requested)
+    with driven_sqlite.service.database.write() as session:
+        session.execute(update(RuleConfigRow).filter_by(name="may stop").values(granted_stop=True))
+    monkeypatch.setattr(evaluating, "REQUESTED_SECONDS", -1.0)  # used up before the first of them
+    driven_sqlite.judge(run_id, recording.write(0, 0, 4, damage_from(3)))
+    with driven_sqlite.service.database.read() as session:
+        rows = session.execute(select(RuleConfigRow.name, RuleStateRow.state).join(RuleStateRow)).all()
+    states = {name: json.loads(state) for name, state in rows}
+    assert {name: state["health"] for name, state in states.items()} == {
+        **{config.name: "ok" for config in RULES}, "may stop": "ok", "requested": "error",
+    }  # fmt: skip
+    assert "the rules that the recorder requested took more than" in states["requested"]["problem"]
+    assert ("error", "requested") in told(driven_sqlite, run_id)
 
 
 @pytest.mark.parametrize("statistics", [5, [], {"loss": [[0, float("nan")], [0, 1.0]]}, {"loss": 5}])
