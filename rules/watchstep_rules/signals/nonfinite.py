@@ -39,7 +39,7 @@ WHAT_TO_TRY = (
     "Lower the learning rate, warm it up, or clip gradients with torch.nn.utils.clip_grad_norm_.",
     "Use losses on logits, such as cross_entropy and binary_cross_entropy_with_logits; add an epsilon under roots and logarithms.",
     LOOK_AT_INPUT,
-    "Find the operation with torch.autograd.detect_anomaly.",
+    "Find the operation and its line of source with watchstep replay RUN --program FILE.py, if the run has a bundle of the step (watchstep bundles RUN).",
     "Under float16 use torch.amp.GradScaler, or use bfloat16.",
 )
 
