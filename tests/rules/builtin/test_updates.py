@@ -205,6 +205,12 @@ def test_layers_that_are_cut_off_from_the_loss_are_found() -> None:
     still, moves = updates("a", [0.0] * 3, order=1), updates("b", [1e-3] * 3, order=2)
     learns = gradients("b", [0.1] * 3, order=2)
     assert not_updating(still, moves, learns, outputs("a", order=1)) == [0, 1, 2]
+    assert not_updating(still, moves, learns, outputs("a.base", order=2)) == [
+        0,
+        1,
+        2,
+    ]  # an adapter around a frozen layer
+    assert not_updating(still, moves, learns, outputs("ab", order=2)) == []
     assert not_updating(still, moves, learns) == []  # never computed: nothing was expected of it
 
 

@@ -97,7 +97,8 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
       elements have been zero since the start, while a matrix learns. Gains start at one, where the next number of bfloat16 is 0.0078 away.
       Reported after ten records and fifty steps, and not while a warm-up may still reach them: updates must not have grown in the second half of the run so far.
     - **Disconnected**: layers that require a gradient and were computed have never had one, while all later layers learn: their output is
-      detached from the loss.
+      detached from the loss, or computed without gradients, as in a reentrant checkpoint whose inputs need none. The weights of an adapter are computed with the
+      layer inside it.
     - **Masked**: the gradient of a layer's weight has always been zero, although its bias and earlier layers have gradients. Zero inputs
       have the same effect from their layer on.
     - **Only vectors**: only biases and scales of weighted and normalization layers learn, and nothing of the last computed weighted layer:
@@ -269,12 +270,16 @@ def _disconnected(
         for row, parameter in zip(relevant, parameters, strict=True)
         if parameter.last < 0 and not parameter.moved
     ]
-    # A layer that was never computed, such as an expert without examples, is not disconnected.
-    disconnected = [row for row in disconnected if block.info(row).module in past.computed]
+    # A layer that was never computed, such as an expert without examples, is not disconnected. An adapter's own weights are computed with the layer in it.
+    disconnected = [row for row in disconnected if _is_computed(block.info(row).module, past)]
     if not learning or any(block.info(row).order >= min(learning) for row in disconnected):
         return []
     reason = "its layer is computed, but never gets a gradient, while all after it do"
     return [(row, reason) for row in disconnected]
+
+
+def _is_computed(module: str, past: Weights) -> bool:
+    return any(inner == module or inner.startswith(f"{module}.") for inner in past.computed)
 
 
 def _masked(block: Block, relevant: list[int], no_update: list[bool], past: Weights) -> list[tuple[int, str]]:
