@@ -146,6 +146,10 @@ SOURCES: dict[str, dict[str, str]] = {
     "missing_zero_grad": {
         "records": "ours: two or three steps with one gradient may be intentional",
     },
+    "recompute_mismatch": {
+        "difference": "ours: ten times the resolution of bfloat16; other dropout masks differ by about 1",
+        "records": "ours: a single difference may be an accident of a device",
+    },
     "unlike_earlier_runs": {
         "baseline": "from the project's earlier runs",
         "min_magnitude": "ours: far below the smallest value that float32 training distinguishes from zero",

@@ -20,6 +20,7 @@ Roles = Mapping[str, tuple[str, ...]]
 OWN_INPUTS: Mapping[str, str] = {
     "missing_zero_grad": "gradients:stale",
     "optimizer_not_stepping": "updates:overdue",
+    "recompute_mismatch": "recomputed",
     "scaler_skips": "gradient_scaler:skipped",
     "skipped_updates": "updates:skipped",
     "symmetric_units": "unit_spread",

@@ -23,6 +23,7 @@ from watchstep_rules.builtin.gradients.mixed_precision import (
 )
 from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInf
 from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValues
+from watchstep_rules.builtin.gradients.recompute_mismatch import RecomputeMismatch
 from watchstep_rules.builtin.gradients.vanishing_gradient import VanishingGradient
 from watchstep_rules.builtin.losses.loss_not_decreasing import LossNotDecreasing
 from watchstep_rules.builtin.losses.loss_spike import LossSpike
@@ -141,6 +142,7 @@ RULES: dict[str, AnyRule] = {
         SimilarAcrossRuns(),
         UnlikeEarlierRuns(),
         MissingZeroGrad(),
+        RecomputeMismatch(),
         OptimizerNotStepping(),
         SymmetricUnits(),
         FrozenBatchNorm(),

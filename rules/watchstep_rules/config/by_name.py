@@ -21,6 +21,7 @@ from watchstep_rules.builtin.gradients.missing_zero_grad import MissingZeroGradP
 from watchstep_rules.builtin.gradients.mixed_precision import NumberFormatHeadroomParams, ScalerSkipsParams
 from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInfParams
 from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValuesParams
+from watchstep_rules.builtin.gradients.recompute_mismatch import RecomputeMismatchParams
 from watchstep_rules.builtin.gradients.vanishing_gradient import VanishingGradientParams
 from watchstep_rules.builtin.losses.loss_not_decreasing import LossNotDecreasingParams
 from watchstep_rules.builtin.losses.loss_spike import LossSpikeParams
@@ -130,6 +131,7 @@ lost_progress = attachable("lost_progress", LostProgressParams)
 low_gpu_utilization = attachable("low_gpu_utilization", LowGpuUtilizationParams)
 memory_growth = attachable("memory_growth", MemoryGrowthParams)
 missing_zero_grad = attachable("missing_zero_grad", MissingZeroGradParams)
+recompute_mismatch = attachable("recompute_mismatch", RecomputeMismatchParams)
 optimizer_not_stepping = attachable("optimizer_not_stepping", OptimizerNotSteppingParams)
 nan_or_inf = attachable("nan_or_inf", NanOrInfParams)
 non_finite_values = attachable("non_finite_values", NonFiniteValuesParams)
@@ -240,6 +242,7 @@ __all__ = [
     "overfit",
     "overtraining",
     "poor_initialization",
+    "recompute_mismatch",
     "replica_divergence",
     "running_statistics_frozen",
     "sagemaker_all_zero",

@@ -76,6 +76,7 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(rule="starved_expert", severity="info", keep_firing=_LAYERS),
     RuleConfig(rule="symmetric_units", severity="warning"),
     RuleConfig(rule="missing_zero_grad", severity="warning"),
+    RuleConfig(rule="recompute_mismatch", severity="warning"),
     RuleConfig(rule="optimizer_not_stepping", severity="warning"),
     RuleConfig(
         rule="unlike_earlier_runs", severity="warning", hold=MinimumDuration(steps=5), keep_firing=_LAYERS

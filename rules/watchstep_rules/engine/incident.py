@@ -43,6 +43,7 @@ _STAGES: tuple[tuple[str, ...], ...] = (
         "hyperparameter_jump",
         "learning_rate_scale",
         "missing_zero_grad",
+        "recompute_mismatch",
         "optimizer_not_stepping",
         "absent_from_optimizer",
         "poor_initialization",

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import nn, optim
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
 
 from tests.rules.builtin.losses import noisy
 from tests.rules.recording import evaluate_training
@@ -581,9 +583,75 @@ def test_the_message_states_how_many_of_how_many() -> None:
     )
 
 
-@pytest.mark.parametrize("rule", ["missing_zero_grad", "scaler_skips"])
+@pytest.mark.parametrize("rule", ["missing_zero_grad", "recompute_mismatch", "scaler_skips"])
 def test_other_metrics_are_ignored(rule: str) -> None:
     assert found_by(rule)(in_steps([Row(step, OTHER, [1.0]) for step in range(50)])) == []
+
+
+# recompute_mismatch
+
+
+class Checkpointed(nn.Module):
+    """A block with dropout that is computed again in the backward pass, if it is checkpointed."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.form = form
+        self.block = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 16))
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keeps = "other masks" not in self.form
+        hidden = x.requires_grad_()
+        if "autocast" in self.form:
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = checkpoint(self._in_float32_again, hidden, use_reentrant=True)
+        elif self.form != "plain":
+            hidden = checkpoint(
+                self.block, hidden, use_reentrant=self.form.startswith("reentrant"), preserve_rng_state=keeps
+            )
+        else:
+            hidden = self.block(hidden)
+        output: Tensor = self.head(hidden.float())
+        return output
+
+    def _in_float32_again(self, hidden: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not torch.is_grad_enabled()):
+            output: Tensor = self.block(hidden)
+        return output
+
+
+def trained_by_checkpoints(hook: Hook, form: str) -> None:
+    model = Checkpointed(form)
+    optimizer = optim.SGD(model.parameters(), lr=1e-2)
+    hook.watch(model, optimizer)
+    for x, y in batches(8):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("form", "modules"),
+    [
+        ("plain", set()),
+        ("reentrant", set()),
+        ("other", set()),
+        ("reentrant, other masks", {"block.1", "block.2"}),
+        ("other, other masks", {"block.1"}),  # the last output is not needed again
+        ("autocast", {"block.0", "block.1", "block.2"}),
+    ],
+)
+def test_outputs_that_are_computed_again_are_compared(form: str, modules: set[str], tmp_path: Path) -> None:
+    found = evaluate_training(
+        lambda hook: trained_by_checkpoints(hook, form), "recompute_mismatch", tmp_path / "run"
+    )
+    assert {finding.module for finding in found} == modules
+    if modules:
+        # The first step shows that outputs are computed again; those of the next are compared.
+        assert min(finding.step for finding in found) == 2
+        assert found[0].message.startswith(f"{found[0].module}: the output that checkpointing computed again")
 
 
 # skipped_updates

@@ -242,6 +242,7 @@ EXACT = {
     "replica_divergence",
     "scaler_skips",
     "missing_zero_grad",
+    "recompute_mismatch",
     "optimizer_not_stepping",
 }
 """They compare bits, or count what the program reports."""

@@ -16,3 +16,6 @@ SCALE = "gradient_scaler:scale"
 
 SKIPPED = "gradient_scaler:skipped"
 """1 at a step whose update the gradient scaler skipped."""
+
+RECOMPUTED = "recomputed"
+"""End of the names of metrics: the difference between an output and the same one, computed again by activation checkpointing in the backward pass."""

@@ -32,7 +32,8 @@ from watchstep.pytorch.observable import dense_values
 from watchstep.pytorch.outputs.batched import BatchedOutputs, LayerOutputs, Stability
 from watchstep.pytorch.outputs.layer_hooks import REMOVED, NotingHook, UnmeasuredPass
 from watchstep.pytorch.outputs.pass_hooks import PassHook
-from watchstep.pytorch.outputs.passes import ForwardPasses
+from watchstep.pytorch.outputs.passes import ForwardPasses, recomputes
+from watchstep.pytorch.outputs.recomputed import RecomputedOutputs
 from watchstep.pytorch.outputs.saved import SavedOutputs
 from watchstep.pytorch.probes.activations import (
     ChannelProbe,
@@ -170,6 +171,7 @@ class ActivationHooks:
         self._measured = (-1, 0)
         self._saved_outputs = SavedOutputs()
         self._batched = BatchedOutputs(session, kernel)
+        self._recomputed = RecomputedOutputs(session, kernel)
         self._unseen: set[str] = set()
         self._hooked_collections: set[tuple[str, ...]] = set()
         self._pass = 0
@@ -365,9 +367,10 @@ class ActivationHooks:
         self.measure_waiting()
 
     def measure_waiting(self) -> None:
-        """Measure outputs that wait for others. Their faults never reach training."""
+        """Measure outputs that wait for others, and record what was computed again. Their faults never reach training."""
         try:
             self._batched.measure()
+            self._recomputed.record()
         except Exception as error:  # noqa: BLE001 - as stated
             self._session.health.fault("activations", error)
 
@@ -418,7 +421,10 @@ class ActivationHooks:
     def _observe(self, observed: _Observed, module: nn.Module, given: Any, output: Any) -> None:
         mode = self._passes.mode_of_call()
         if mode is None:
-            self._unmeasured.repeated.unrecorded_call(self._hooked)
+            if recomputes():
+                self._recomputed.again(observed.output.info, _real(output))
+            else:
+                self._unmeasured.repeated.unrecorded_call(self._hooked)
             return
         if mode == "train" and observed.noting is not None and observed.noting.is_surplus():
             return
@@ -444,6 +450,8 @@ class ActivationHooks:
             if charged is not None:
                 look = functools.partial(observed.probes, given)
                 self._measure(observed.output, output, mode, charged, look, observed.channels)
+                if mode == "train" and self._recomputed.is_active:
+                    self._recomputed.first(observed.output.info, _real(output))
             elif module.training and mode == "train" and tensors.ACTIVATIONS in collections:
                 outputs = _real(output)
                 if 0 < len(outputs) <= _MOST_NOTED:

@@ -89,7 +89,7 @@ class ForwardPasses:
     def leave(self) -> None:
         """End the model's ``forward``, also after an exception."""
         self._inside_other = False
-        if self._inside and self._ident in {-1, threading.get_ident()} and not _recomputes():
+        if self._inside and self._ident in {-1, threading.get_ident()} and not recomputes():
             self._inside = False
 
     def mode_of_call(self) -> Mode | None:
@@ -102,7 +102,7 @@ class ForwardPasses:
 
     def _recorded(self) -> Mode | None:
         """Return the mode, or None for passes inside a backward pass and, in mode train, those of other threads."""
-        mode = None if _recomputes() else self.mode
+        mode = None if recomputes() else self.mode
         return None if mode == "train" and not self.on_training_thread() else mode
 
 
@@ -148,7 +148,7 @@ class PartPasses:
         return True
 
 
-def _recomputes() -> bool:
+def recomputes() -> bool:
     """Return whether this forward pass runs inside a backward pass, like the second one of activation checkpointing."""
     return bool(graph_task_id.value() != -1)
 
