@@ -58,6 +58,9 @@ def test_a_silent_worker_is_waited_for_until_the_deadline() -> None:
     all_silent = progress(2, (7, 100), (5, 100), watermark=5)
     assert decide(all_silent, 150, 50) == WatermarkAdvance(7, "deadline")
     assert due_ns(progress(2, (7, 100), (7, 100), watermark=7), 50) is None
+    in_the_future = progress(2, (7, 150), (5, 200), watermark=5)
+    assert decide(in_the_future, 150, 50) is None
+    assert decide(in_the_future, 149, 50) == WatermarkAdvance(7, "deadline")
 
 
 def test_progress_is_kept_as_data() -> None:
@@ -226,6 +229,7 @@ def test_no_more_rows_wait_than_memory_may_hold(monkeypatch: pytest.MonkeyPatch)
     steps = np.repeat(np.arange(60), 2)
     assert watermarks.bounded(None, 20, steps) is None
     assert watermarks.bounded(WatermarkAdvance(20, "passed"), -1, steps) == WatermarkAdvance(20, "passed")
+    assert watermarks.bounded(None, -1, np.arange(100)) is None
     decision = watermarks.bounded(None, -1, steps)
     assert decision is not None
     assert decision.cause == "rows"
