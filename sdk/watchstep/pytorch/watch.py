@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
@@ -37,7 +37,7 @@ from watchstep.pytorch.observable import ModuleHook, leave_hooks_out_of_scripts
 from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.outputs.activations import ActivationHooks
 from watchstep.pytorch.outputs.function_calls import FunctionCalls
-from watchstep.pytorch.outputs.layer_hooks import Sentinel
+from watchstep.pytorch.outputs.layer_hooks import EVALUATES_FASTER, Sentinel, sees_passes_of
 from watchstep.pytorch.outputs.pass_hooks import PassHook
 from watchstep.pytorch.outputs.passes import ForwardPasses, PartPasses
 from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
@@ -84,6 +84,9 @@ class _Attempt:
     numbered: tuple[int, int]
     nonfinite: bool = False
 
+
+_NO_KEYWORDS: Mapping[str, Any] = {}
+"""The keywords of a hook that another thread removed meanwhile: PyTorch leaves them out."""
 
 _P = ParamSpec("_P")
 _Observer: TypeAlias = "Callable[Concatenate[Watch, _P], None]"
@@ -228,7 +231,7 @@ class Watch:
         snapshots.pin_memory(self._session, list(names.parameters().values()))
         leave_hooks_out_of_scripts()
         self._structure = Structure(self.model)
-        if internals.sees_passes():
+        if sees_passes_of(self.model):
             before = ModuleHook(self._before_forward)
             register = functools.partial(self.model.register_forward_pre_hook, before, with_kwargs=True)
             self._pass_hooks.append(PassHook(register, of_layer=False))
@@ -236,11 +239,16 @@ class Watch:
         self._activations = ActivationHooks(
             self._session, names, kernel, self._passes, self._pass_hooks, self._part_called
         )
-        if internals.sees_passes():
+        if sees_passes_of(self.model):
             # After the hooks of its own output and input, which belong to the pass.
             after = ModuleHook(self._after_forward)
             register = functools.partial(self.model.register_forward_hook, after, always_call=True)
             self._pass_hooks.append(PassHook(register, of_layer=False))
+        if isinstance(self.model, EVALUATES_FASTER):
+            self._health.note(
+                "activations",
+                f"not observed: a {EVALUATES_FASTER.__name__} evaluates otherwise if it has hooks; watch a module that contains it",
+            )
         optimizer_steps.listen(self)
         losses.listen(self)
         amp.listen(self)
@@ -466,7 +474,7 @@ class Watch:
 
     @observes("begin", in_graphs=True, is_timed=True)
     def _before_forward(
-        self, _module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self, _module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any] = _NO_KEYWORDS
     ) -> None:
         mode = self._passes.enter()
         if mode == "train":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.sdk.training import EVERY_STEP, Training, batches, small_model, watched_training, watching
+from tests.sdk.training import (
+    EVERY_STEP,
+    Composed,
+    Training,
+    batches,
+    small_model,
+    watched_training,
+    watching,
+)
 from watchstep import Bounds, Cadence, CaptureConfig, Collection, Hook, Snapshots, open_run
 from watchstep.capture.config import FIGURES_ONLY
 
@@ -56,6 +65,72 @@ def test_eager(tmp_path: Path, config: CaptureConfig) -> None:
     assert recorded(Training(), tmp_path, config=config) == Training().run(STEPS)
     if config == everything_saved():
         assert len({key.step for key in open_run(next(tmp_path.glob("default/*"))).snapshots()}) == STEPS
+
+
+class Encoder(nn.Module):
+    """A layer of PyTorch's that takes a faster path in evaluation unless a module in it has a hook, and then computes other numbers with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(8, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequence = self.embed(x[:, None].expand(-1, 6, -1) * torch.arange(1.0, 7.0)[None, :, None])
+        mask = torch.triu(torch.full((6, 6), -1.5), 1)
+        output: Tensor = self.head(self.layer(sequence, src_mask=mask).mean(1))
+        return output
+
+
+@pytest.mark.parametrize("config", [EVERY_STEP, CaptureConfig()], ids=["every step", "within the budget"])
+def test_evaluations_are_unchanged_between_steps(tmp_path: Path, config: CaptureConfig) -> None:
+    def evaluated(store: Path | None) -> list[Tensor]:
+        training, outputs = Training(Encoder()), []
+        x, _ = batches(1, seed=5)[0]
+
+        def evaluate(_step: int, _loss: Tensor) -> None:
+            for model in (training.model, copy.deepcopy(training.model)):
+                model.eval()
+                with torch.no_grad():
+                    outputs.append(model(x))
+            training.model.train()
+
+        hook = None if store is None else watching(store, training.model, training.optimizer, config=config)
+        training.run(8, evaluate)
+        if hook is not None:
+            hook.close()
+            run = open_run(hook.run_url)
+            assert "layer.linear1:output" in run.tensors()
+        return outputs
+
+    for watched, plain in zip(evaluated(tmp_path), evaluated(None), strict=True):
+        assert torch.equal(watched, plain)
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the compiler
+def test_parts_that_are_compiled_after_an_eager_pass_are_compiled_once(tmp_path: Path) -> None:
+    def graphs(store: Path | None) -> tuple[int, list[float]]:
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        block = Composed(lambda own, x: torch.relu(own.inner(x)), inner=nn.Linear(16, 16))
+        model = nn.Sequential(nn.Linear(8, 16), block, nn.Linear(16, 2))
+        training = Training(model)
+        hook = None if store is None else watching(store, model, training.optimizer, config=CaptureConfig())
+        with torch.no_grad():
+            model(batches(1)[0][0])
+        model[1].compile(backend="aot_eager", dynamic=False)
+        losses = training.run(STEPS)
+        if hook is not None:
+            hook.close()
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"], losses
+
+    number, losses = graphs(tmp_path)
+    assert (number, losses) == graphs(None)
+    assert number
 
 
 def test_dropout_draws_the_same_numbers(tmp_path: Path) -> None:

@@ -30,7 +30,13 @@ from watchstep.pytorch.gate import Describe, LiveOutputs
 from watchstep.pytorch.names import Names, dtype_name, is_layer, placement_of
 from watchstep.pytorch.observable import dense_values
 from watchstep.pytorch.outputs.batched import BatchedOutputs, LayerOutputs, Stability
-from watchstep.pytorch.outputs.layer_hooks import REMOVED, NotingHook, UnmeasuredPass
+from watchstep.pytorch.outputs.layer_hooks import (
+    EVALUATES_FASTER,
+    REMOVED,
+    NotingHook,
+    UnmeasuredPass,
+    sees_passes_of,
+)
 from watchstep.pytorch.outputs.pass_hooks import PassHook
 from watchstep.pytorch.outputs.passes import ForwardPasses, recomputes
 from watchstep.pytorch.outputs.recomputed import RecomputedOutputs
@@ -167,6 +173,8 @@ class ActivationHooks:
         self._part_called = weakref.WeakMethod(part_called)  # a cycle would keep the model until a collection
         self._pass_hooks = pass_hooks
         self._layers: list[PassHook] = []
+        self._encoder_of: dict[int, nn.Module] = {}
+        self._encoder_hooks: list[tuple[nn.Module, PassHook]] = []
         self._has_hooks, self._has_parts = True, False
         self._measured = (-1, 0)
         self._saved_outputs = SavedOutputs()
@@ -189,13 +197,20 @@ class ActivationHooks:
 
     def list_modules(self) -> None:
         """Register hooks on the modules that the model has now, and remove those of modules that it had before."""
-        modules = list(self._names.model.named_modules()) if internals.sees_passes() else []
+        modules = list(self._names.model.named_modules()) if sees_passes_of(self._names.model) else []
         present = {id(module) for _, module in modules}
+        self._encoder_of = {
+            id(inner): module
+            for _, module in modules
+            if isinstance(module, EVALUATES_FASTER)
+            for inner in module.modules()
+        }
         self.resume()
         for key in [key for key in self._hooks_of if key not in present]:
             hook = self._hooks_of.pop(key)
             for hooks in (self._pass_hooks, self._layers):
                 hooks[:] = [each for each in hooks if each is not hook]
+            self._encoder_hooks = [each for each in self._encoder_hooks if each[1] is not hook]
             hook.detach()
         for order, (path, module) in enumerate(modules):
             try:
@@ -220,6 +235,8 @@ class ActivationHooks:
         self._layers.clear()
         self._pass_hooks.clear()
         self._hooks_of.clear()
+        self._encoder_hooks.clear()
+        self._encoder_of.clear()
         self._unmeasured.repeated.forget()
         self.live.forget()
         self._saved_outputs = SavedOutputs()
@@ -264,10 +281,13 @@ class ActivationHooks:
         if tensors.ACTIVATIONS in observed.output.info.collections:
             observed.describe = self._describe(observed.output)
         register = functools.partial(module.register_forward_hook, observed.noting, with_kwargs=True)
-        observed.hook = PassHook(register, of_layer=not is_model)
+        encoder = self._encoder_of.get(id(module))
+        observed.hook = PassHook(register, of_layer=not is_model, in_passes_only=encoder is not None)
         self._pass_hooks.append(observed.hook)
         self._hooks_of[id(module)] = observed.hook
-        if not is_model:
+        if encoder is not None:
+            self._encoder_hooks.append((encoder, observed.hook))
+        elif not is_model:
             self._layers.append(observed.hook)
         if is_leaf:
             self._unseen.add(observed.path)
@@ -297,6 +317,8 @@ class ActivationHooks:
             self._decide_for(mode)
             is_due = self._session.full_tensors.active or self._any_due(mode)
             self._keep_hooks(is_due or self._has_parts or not self._saved_outputs.is_ready)
+            if self._has_hooks and mode == "train":
+                self._hook_encoders()
             learns = mode == "train" and self._has_hooks and self._saved_outputs.begin()
             if mode == "train" and not (is_due or learns or self._unseen):
                 self._unmeasured.begin(of_parts=False)
@@ -355,15 +377,31 @@ class ActivationHooks:
         if needed == self._has_hooks:
             return
         self._has_hooks = needed
+        self._fix_compiled()
         for layer in self._layers:
             if needed:
                 layer.register()
             elif layer.is_called:
                 layer.remove()
 
+    def _fix_compiled(self) -> None:
+        """Let the hooks in compiled modules be as they are for good."""
+        compiled = [module for module in self._names.model.modules() if internals.is_compiled(module)]
+        for module in {inner for each in compiled for inner in each.modules()}:
+            if (hook := self._hooks_of.get(id(module))) is not None:
+                hook.fix()
+
+    def _hook_encoders(self) -> None:
+        """Register the hooks in layers that compute other numbers in evaluation if they have hooks, for this pass, if they are trained."""
+        for encoder, hook in self._encoder_hooks:
+            if encoder.training:
+                hook.register()
+
     def leave(self) -> None:
         """End the model's own ``forward``."""
         self._unmeasured.step = -1
+        for _, hook in self._encoder_hooks:
+            hook.remove()
         self.measure_waiting()
 
     def measure_waiting(self) -> None:

@@ -25,6 +25,15 @@ REMOVED = object()
 """The output of a call of a hook that was removed meanwhile by another thread: PyTorch leaves the keywords out."""
 
 
+EVALUATES_FASTER = nn.TransformerEncoderLayer
+"""PyTorch's class of layers that compute other numbers in evaluation if any module in them has a hook: those of their slow path."""
+
+
+def sees_passes_of(model: nn.Module) -> bool:
+    """Return whether forward passes of a model can be observed: hooks know them, and do not change them."""
+    return internals.sees_passes() and not isinstance(model, EVALUATES_FASTER)
+
+
 class UnmeasuredPass:
     """A training pass in which nothing is due, so that hooks only note outputs.
 

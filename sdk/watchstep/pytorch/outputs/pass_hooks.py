@@ -32,36 +32,47 @@ class PassHook:
 
     Attributes:
         of_layer: Whether it is of a layer, and not of the model itself.
+        in_passes_only: Whether it is registered in single passes only, and by nothing else.
         is_called: Whether it has ever been called. In compiled code it is not, and PyTorch would compile anew if it came and went.
     """
 
-    __slots__ = ("_handle", "_register", "is_called", "of_layer")
+    __slots__ = ("_handle", "_is_fixed", "_register", "in_passes_only", "is_called", "of_layer")
 
-    def __init__(self, register: Callable[[], RemovableHandle], *, of_layer: bool) -> None:
-        """Register it.
+    def __init__(
+        self, register: Callable[[], RemovableHandle], *, of_layer: bool, in_passes_only: bool = False
+    ) -> None:
+        """Register it, unless it is registered in single passes only.
 
         Args:
             register: Registers the hook.
             of_layer: Whether it is of a layer.
+            in_passes_only: Whether it is registered in single passes only.
         """
-        self._register, self.of_layer = register, of_layer
+        self._register, self.of_layer, self.in_passes_only = register, of_layer, in_passes_only
         self._handle: RemovableHandle | None = None
-        self.is_called = False
-        self.register()
+        self._is_fixed = self.is_called = False
+        if not in_passes_only:
+            self.register()
 
     def register(self) -> None:
         """Register it if it is not."""
-        if self._handle is None:
+        if self._handle is None and not self._is_fixed:
             self._handle = self._register()
 
     def remove(self) -> None:
         """Remove it if it is registered."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
+        if not self._is_fixed:
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                handle.remove()
+
+    def fix(self) -> None:
+        """Let it be as it is now for good, because its module is compiled: PyTorch would compile anew if it came or went."""
+        self._is_fixed = True
 
     def detach(self) -> None:
         """Remove it for good, and drop what it calls."""
+        self._is_fixed = False
         self.remove()
         del self._register
 
@@ -114,7 +125,8 @@ class RepeatedCalls:
         if self._unrecorded <= self.most:
             return False
         self._remove(hooks)
-        self._sentinel = PassHook(sentinel, of_layer=False)
+        if self._sentinel is None:  # another thread may do the same
+            self._sentinel = PassHook(sentinel, of_layer=False)
         return True
 
     def unrecorded_call(self, hooks: int) -> None:
@@ -130,7 +142,7 @@ class RepeatedCalls:
         removed = [hook for hook in hooks if hook.is_called or not hook.of_layer]
         for hook in removed:
             hook.remove()
-        self._paused += removed
+        self._paused += (hook for hook in removed if not hook.in_passes_only)
 
     def pause(self, path: str, hooks: Sequence[PassHook]) -> None:
         """Remove the hooks of a module until the turn ends."""
