@@ -139,6 +139,7 @@ class NotingHook(ModuleHook):
     def is_surplus(self) -> bool:
         """Count a call in a pass of training. Returns whether it is beyond those that are observed in a turn."""
         repeated = self._unmeasured.repeated
+        repeated.ignores_unrecorded = False  # a checkpointed or frozen part of this pass runs without gradients
         if self._turn != repeated.turn:
             self._turn, self._calls = repeated.turn, 1
             return False
