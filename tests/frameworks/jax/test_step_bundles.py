@@ -74,7 +74,9 @@ def test_arguments_return_as_they_were(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["step.safetensors"]
 
 
-def bundled_batches(folder: Path, batch_of: Callable[[int], Any]) -> tuple[dict[str, Any], Hook]:
+def bundled_batches(
+    folder: Path, batch_of: Callable[[int], Any], shape: tuple[int, int] = (2, 4)
+) -> tuple[dict[str, Any], Hook]:
     """Train on a batch with NaN at step 3, drop each loss at once, and return the batches of the bundles by their reasons."""
     hook = Hook(folder, on_nonfinite="skip", config=CaptureConfig(overhead_budget=None))
     Recording(hook)
@@ -86,7 +88,7 @@ def bundled_batches(folder: Path, batch_of: Callable[[int], Any]) -> tuple[dict[
         updates, state = optimizer.update(gradient, state, weight)
         return optax.apply_updates(weight, updates), state, loss
 
-    weight = jnp.ones(4)
+    weight = jnp.ones(shape[1])
     state = optimizer.init(weight)
 
     def train(number: int) -> None:
@@ -99,11 +101,11 @@ def bundled_batches(folder: Path, batch_of: Callable[[int], Any]) -> tuple[dict[
     hook.close()
     store = Store.open(hook.run_url)
     bundles = [open_bundle(store, key.path) for key in bundle_keys(store)]
-    return {bundle.document.reason: _batch_of(bundle) for bundle in bundles}, hook
+    return {bundle.document.reason: _batch_of(bundle, shape) for bundle in bundles}, hook
 
 
-def _batch_of(bundle: Bundle) -> Any:
-    (name,) = (name for name, location in bundle.tensors.items() if location.shape == (2, 4))
+def _batch_of(bundle: Bundle, shape: tuple[int, int]) -> Any:
+    (name,) = (name for name, location in bundle.tensors.items() if location.shape == shape)
     return bundle.read(name)[0].view(np.float32)
 
 
@@ -116,14 +118,17 @@ def test_the_batch_of_a_bad_step_is_its_own_where_an_array_before_it_was_deleted
     assert np.isnan(batches["gate"]).all()
 
 
-def test_a_batch_that_the_program_has_overwritten_is_not_that_of_the_bad_step(tmp_path: Path) -> None:
-    memory = np.zeros((2, 4), np.float32)
+@pytest.mark.parametrize("shape", [(2, 4), (256, 784), (4096, 512)])
+def test_a_batch_that_the_program_has_overwritten_is_not_that_of_the_bad_step(
+    tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    memory = np.zeros(shape, np.float32)
 
     def refilled(number: int) -> Any:
-        memory[:] = numbered(number)
+        memory[:, 1:] = np.nan if number == 3 else number  # the first column is the same in all batches
         return memory
 
-    batches, hook = bundled_batches(tmp_path, refilled)
+    batches, hook = bundled_batches(tmp_path, refilled, shape)
     assert list(batches) == ["alert"]  # the next complete step
     assert "has written to an array" in hook.health["notes"]["bundles"]
 
