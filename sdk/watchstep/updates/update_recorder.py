@@ -132,8 +132,8 @@ class UpdateRecorder:
         self._policy = policy
         self._places = tuple(places) or (Placement(),) * len(parameters)
         self._described = self._describe_roles()
-        self.bundle_bad_step: Callable[[int], None] | None = None
-        """Bundles the step with NaN or infinity that is being recorded; None if its inputs are gone."""
+        self.bundle_bad_step: Callable[[int, Update], None] | None = None
+        """Bundles the step with NaN or infinity whose update is being recorded; None if its inputs are gone."""
         self.record_activations: Callable[[int], None] | None = None
         """Records the activations of the update that is being recorded, at its step."""
         self.updates_in_step = 0
@@ -296,7 +296,7 @@ class UpdateRecorder:
             self._schedule.demand(step)
             self._session.bundles.bad(step, is_late=self.bundle_bad_step is None)
             if self.bundle_bad_step is not None and self._session.bundles.is_pending:
-                self.bundle_bad_step(step)
+                self.bundle_bad_step(step, update)
             if self._session.snapshots.bad(step):
                 self._session.full_tensors.protect(step)
         applies = is_nonfinite and not update.is_skipped and not update.is_withheld

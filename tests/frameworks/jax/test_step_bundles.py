@@ -189,6 +189,55 @@ def test_a_bundle_has_what_the_step_carries_as_it_was_before(
     same((*loaded, loaded_counter[...]), (built if donates else before, batch, count))
 
 
+@pytest.mark.parametrize("kind", ["made", "left out"])
+@pytest.mark.parametrize("donates", [False, True])
+def test_what_an_update_that_the_policy_has_not_withheld_changed_is_not_that_before_the_step(
+    tmp_path: Path, *, donates: bool, kind: str
+) -> None:
+    hook = Hook(tmp_path, on_nonfinite="stop", config=CaptureConfig(overhead_budget=None))
+    Recording(hook)
+    optimizer = optax.trace(0.9)
+    if kind == "left out":
+        optimizer = optax.apply_if_finite(optimizer, 5)
+
+    def loss_of(weight: Any, batch: Any) -> Any:
+        if kind == "left out":
+            return (jnp.sqrt(batch) * weight).sum()
+        return (batch * weight).sum() + jax.lax.stop_gradient(jnp.sqrt(batch).sum())
+
+    def step(weight: Any, state: Any, batch: Any) -> Any:
+        loss, gradient = jax.value_and_grad(loss_of)(weight, batch)
+        updates, state = optimizer.update(gradient, state, weight)
+        return optax.apply_updates(weight, updates), state, loss
+
+    compiled = jax.jit(step, donate_argnums=(0, 1) if donates else ())
+    weight = jnp.ones(3)
+    state = optimizer.init(weight)
+    arguments_of_bad: tuple[Any, ...] = ()
+    for number in range(5):
+        batch = np.full(3, -1 if number == 2 else 1, np.float32)
+        if number == 2:
+            arguments_of_bad = *jax.tree.map(jnp.copy, (weight, state)), batch
+        weight, state, _ = compiled(weight, state, batch)
+    hook.close()
+    store = Store.open(hook.run_url)
+    bundles = {key.reason: open_bundle(store, key.path) for key in bundle_keys(store)}
+    if donates and kind == "made":
+        assert "gate" not in bundles
+        assert "its update was made" in hook.health["notes"]["bundles"]
+        return
+    built = jnp.zeros(3), optimizer.init(jnp.zeros(3)), np.zeros(3, np.float32)
+    loaded, _ = load_arguments(bundles["gate"], JaxStep(compiled, built))
+    expected = (arguments_of_bad[0], built[1], arguments_of_bad[2]) if donates else arguments_of_bad
+    same(loaded, expected)
+    assert [each.reason for each in bundles["gate"].document.lost] == (
+        ["it is not kept, and the optimizer has counted the update that it left out"]
+        * len(jax.tree.leaves(built[1]))
+        if donates
+        else []
+    )
+
+
 def test_a_bundle_of_a_run_is_chosen_by_its_step(tmp_path: Path) -> None:
     run = tmp_path / "runs/default/toy"
     for step in (3, 5):

@@ -4,7 +4,9 @@ A requested bundle is written before the call, because the call may donate its a
 arguments are then gathered:
 
 - Arrays that it did not donate are referenced until the next call, up to `_MAX_REFERENCED_BYTES`.
-- Parameters and optimizer state that it donated are those of the next call, because the gate policy has withheld the update.
+- Parameters and optimizer state that it donated are those of the next call, if the gate policy has withheld the update. If the optimizer has left
+  it out itself, the parameters are, and the state is lost, because it counts such updates. If it was made, because only the loss is bad, nothing is
+  bundled.
 - Other donated arrays, such as statistics of a batch normalization or a random key, are copied before the call, up to `_MAX_COPIED_BYTES`.
 
 A larger array that is an output of the bad step, which the program passes to the next one, is named as lost. If another argument is lost, such as the
@@ -37,6 +39,7 @@ from watchstep.jax.compiled_steps import CompiledStep
 from watchstep.jax.replay.argument_trees import LostLeaf
 from watchstep.jax.replay.value_health import contents, is_reference
 from watchstep.jax.traced_updates import UpdateLayout
+from watchstep.updates.update_recorder import Update
 
 _log = logging.getLogger("watchstep")
 
@@ -55,6 +58,8 @@ _MAX_HASHED_BYTES = 4 * 2**20
 _SAMPLED = 4096
 """Elements of a larger array that are compared, at least; they take about 0.1 ms."""
 
+_COUNTED = "it is not kept, and the optimizer has counted the update that it left out"
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -63,14 +68,16 @@ class _Plan:
     Attributes:
         kind: structure of the arguments, and the type of each leaf: arrays of NumPy are not donated.
         layouts: what is fixed about the updates.
-        withheld: places of parameters and optimizer state among the leaves of the arguments.
+        parameters: places of parameters among the leaves of the arguments.
+        states: places of optimizer state among them.
         copied: places of leaves that are copied before a call.
         lost: why a leaf is not kept, by its place.
     """
 
     kind: tuple[Any, tuple[type, ...]]
     layouts: tuple[UpdateLayout, ...]
-    withheld: frozenset[int]
+    parameters: frozenset[int]
+    states: frozenset[int]
     copied: tuple[int, ...]
     lost: dict[int, str]
 
@@ -83,7 +90,8 @@ class _Plan:
             layouts: what is fixed about its updates.
             leaves: leaves of its arguments; donated ones are deleted.
         """
-        withheld, size = _withheld(layouts), 0
+        parameters, states = _updated(layouts)
+        withheld, size = parameters | states, 0
         donated = {place: leaf for place, leaf in enumerate(leaves) if _is_changed(leaf)}
         copied = _chosen({place: leaf for place, leaf in donated.items() if place not in withheld})
         reason = f"the step donates it, and copies are limited to {_MAX_COPIED_BYTES >> 20} MiB"
@@ -94,7 +102,12 @@ class _Plan:
                 size += own
             else:
                 lost[place] = f"references to arguments are limited to {_MAX_REFERENCED_BYTES >> 20} MiB"
-        return cls(kind, layouts, withheld, copied, lost)
+        return cls(kind, layouts, parameters, states, copied, lost)
+
+    @property
+    def loses_updated(self) -> bool:
+        """Whether parameters or state are not kept, mostly because the step donates them."""
+        return not self.lost.keys().isdisjoint(self.parameters | self.states)
 
 
 @dataclass(frozen=True)
@@ -118,16 +131,20 @@ class _Call:
         """Whether the program has written to an argument since the call."""
         return _checksums(self.leaves) != self.checksums
 
-    def leaf(self, place: int, now: Any) -> Any:
+    def leaf(self, place: int, now: Any, *, is_withheld: bool) -> Any:
         """Return a leaf of the arguments; `LostLeaf` for one that is lost.
 
         Args:
             place: its place.
             now: the leaf that the call has returned in its place.
+            is_withheld: whether the gate policy has withheld its update; else the optimizer has left it out.
         """
+        plan = self.plan
         if place in self.leaves:
             return self.leaves[place]
-        return now if place in self.plan.withheld else LostLeaf(self.plan.lost[place])
+        if place in plan.parameters or (is_withheld and place in plan.states):
+            return now
+        return LostLeaf(_COUNTED if place in plan.states else plan.lost[place])
 
 
 class StepBundles:
@@ -179,8 +196,9 @@ class StepBundles:
         if plan is not None and plan.kind == kind:
             places = plan.copied
         else:  # the first call tells which are donated
-            withheld = _withheld([update.layout for update in function.layouts_of(*self._arguments)])
-            places = _chosen({place: leaf for place, leaf in enumerate(leaves) if place not in withheld})
+            parameters, states = _updated([update.layout for update in function.layouts_of(*self._arguments)])
+            others = set(range(len(leaves))) - parameters - states
+            places = _chosen({place: leaves[place] for place in sorted(others)})
         if places:
             copies = _copies()([leaves[place] for place in places])
             self._copies = dict(zip(places, copies, strict=True))
@@ -212,8 +230,8 @@ class StepBundles:
         output = self._last_outputs.get(id(leaf))
         return output is not None and output() is leaf
 
-    def write_bad(self, step: int) -> None:
-        """Write the bundle of the step whose update was withheld, if its arguments are known. Faults are counted."""
+    def write_bad(self, step: int, update: Update) -> None:
+        """Write the bundle of the step of an update with NaN or infinity, if its arguments are known. Faults are counted."""
         call, arguments = self._last_call, self._arguments
         if call is None or arguments is None:
             return
@@ -224,12 +242,15 @@ class StepBundles:
             place for place, leaf in enumerate(leaves) if self._is_last_output(leaf) or is_reference(leaf)
         }
         obstacle = next((reason for place, reason in call.plan.lost.items() if place not in carried), "")
+        if not (update.is_withheld or update.is_skipped) and call.plan.loses_updated:
+            obstacle = "its gradients are finite, so that its update was made, and donated parameters or state are gone"
         if call.is_overwritten:
             obstacle = "the program has written to an array that it passed to the step"
         if obstacle:
             self._session.health.note("bundles", f"step {step} is not bundled: {obstacle}")
             return
-        values = [call.leaf(place, leaf) for place, leaf in enumerate(leaves)]
+        is_withheld = update.is_withheld
+        values = [call.leaf(place, leaf, is_withheld=is_withheld) for place, leaf in enumerate(leaves)]
         self._write(step, jax.tree_util.tree_unflatten(structure, values), call.function, is_complete=False)
 
     def write_requested(self, step: int, function: CompiledStep, arguments: Any) -> None:
@@ -288,10 +309,11 @@ def _flatten(arguments: Any) -> tuple[list[Any], tuple[Any, tuple[type, ...]]]:
     return leaves, (structure, tuple(map(type, leaves)))
 
 
-def _withheld(layouts: Iterable[UpdateLayout]) -> frozenset[int]:
-    """Return the places of parameters and optimizer state among the leaves of a step's arguments."""
-    places = (place for layout in layouts for place in (*layout.inputs, *layout.states))
-    return frozenset(place for place in places if place is not None)
+def _updated(layouts: Iterable[UpdateLayout]) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the places of parameters and those of optimizer state among the leaves of a step's arguments."""
+    parameters = frozenset(place for layout in layouts for place in layout.inputs if place is not None)
+    states = frozenset(place for layout in layouts for place in layout.states if place is not None)
+    return parameters, states - parameters
 
 
 def _chosen(leaves: Mapping[int, Any]) -> tuple[int, ...]:
