@@ -295,8 +295,7 @@ class UpdateRecorder:
         if (is_nonfinite and not update.is_skipped) or has_bad_loss:
             self._schedule.demand(step)
             self._session.bundles.bad(step, is_late=self.bundle_bad_step is None)
-            if self.bundle_bad_step is not None and self._session.bundles.is_pending:
-                self.bundle_bad_step(step, update)
+            self._bundle(update, step)
             if self._session.snapshots.bad(step):
                 self._session.full_tensors.protect(step)
         applies = is_nonfinite and not update.is_skipped and not update.is_withheld
@@ -306,6 +305,16 @@ class UpdateRecorder:
             self._schedule.demand(step)  # so that recorded gradients show that they are finite again
         self._applied_nonfinite = applies
         return is_nonfinite
+
+    def _bundle(self, update: Update, step: int) -> None:
+        """Bundle a bad step if that is possible. A fault of it ends neither the check nor the stop."""
+        if self.bundle_bad_step is None or not self._session.bundles.is_pending:
+            return
+        try:
+            self.bundle_bad_step(step, update)
+        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+            self._session.health.fault("bundle", error)
+            self._session.health.count("dropped_bundles")
 
     def _record_numbers(self, update: Update, step: int) -> None:
         if self._schedule.due((tensors.LOSSES,), step) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
-from watchstep import CaptureConfig, Hook  # noqa: E402
+from watchstep import CaptureConfig, Hook, StopTraining  # noqa: E402
 from watchstep.errors import ConfigError, FormatError, WatchstepError  # noqa: E402
 from watchstep.format.bundle import Bundle, bundle_keys, open_bundle, open_bundle_file  # noqa: E402
 from watchstep.format.layout import BundleKey  # noqa: E402
@@ -236,6 +237,43 @@ def test_what_an_update_that_the_policy_has_not_withheld_changed_is_not_that_bef
         if donates
         else []
     )
+
+
+@jax.tree_util.register_pytree_node_class
+class State:
+    """A state whose class accepts arrays only."""
+
+    def __init__(self, weight: Any, average: Any) -> None:
+        self.weight, self.average, self.shape = weight, average, average.shape
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return (self.weight, self.average), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> State:
+        return cls(*children)
+
+
+def test_a_state_of_a_class_of_the_program_is_bundled_where_a_part_of_it_is_lost(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, on_nonfinite="stop", config=CaptureConfig(overhead_budget=None))
+    Recording(hook)
+    optimizer = optax.sgd(0.1)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: State, batch: Any) -> State:
+        gradient = jax.grad(lambda weight: ((batch * weight) ** 2).sum())(state.weight)
+        updates, _ = optimizer.update(gradient, optimizer.init(state.weight))
+        return State(optax.apply_updates(state.weight, updates), state.average * 0.9)
+
+    state = State(jnp.ones(3), jnp.zeros(2**19))  # 2 MiB
+    with pytest.raises(StopTraining), hook:
+        for number in range(5):
+            state = step(state, np.full(3, np.nan if number == 2 else 1, np.float32))
+    store = Store.open(hook.run_url)
+    (key,) = (key for key in bundle_keys(store) if key.reason == "gate")
+    document = open_bundle(store, key.path).document
+    assert (document.step, len(document.lost)) == (2, 1)
+    assert not hook.health["faults"]
 
 
 def test_a_bundle_of_a_run_is_chosen_by_its_step(tmp_path: Path) -> None:

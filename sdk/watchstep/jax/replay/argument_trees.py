@@ -53,15 +53,19 @@ class ArgumentTree:
             keywords: Keyword arguments.
             static_argnums: Positions of arguments that are constants.
         """
-        static = {static_argnums} if isinstance(static_argnums, int) else set(static_argnums)
         flat, structure = jax.tree_util.tree_flatten_with_path((tuple(arguments), dict(keywords)))
         paths, leaves = tuple(path for path, _ in flat), tuple(leaf for _, leaf in flat)
-        dynamic = tuple(
-            place
-            for place, (path, leaf) in enumerate(flat)
-            if _is_dynamic(leaf) and not (path[0].idx == 0 and path[1].idx in static)
-        )
-        return cls(leaves, paths, dynamic, structure)
+        return cls(leaves, paths, _dynamic(paths, leaves, static_argnums), structure)
+
+    def with_leaves(self, leaves: Sequence[Any], static_argnums: int | Sequence[int] = ()) -> ArgumentTree:
+        """Return a tree with other leaves in all places, without a call of the program's own classes.
+
+        Args:
+            leaves: The leaves; `LostLeaf` for those whose value is gone.
+            static_argnums: Positions of arguments that are constants.
+        """
+        dynamic = _dynamic(self.paths, leaves, static_argnums)
+        return ArgumentTree(tuple(leaves), self.paths, dynamic, self._structure)
 
     @property
     def values(self) -> list[Any]:
@@ -127,6 +131,17 @@ def own_array(leaf: Any) -> Any:
     if is_reference(leaf):
         return jax_names.require("new_ref")(leaf[...])
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def _dynamic(
+    paths: Sequence[Any], leaves: Sequence[Any], static_argnums: int | Sequence[int]
+) -> tuple[int, ...]:
+    static = {static_argnums} if isinstance(static_argnums, int) else set(static_argnums)
+    return tuple(
+        place
+        for place, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
+        if _is_dynamic(leaf) and not (path[0].idx == 0 and path[1].idx in static)
+    )
 
 
 def _is_dynamic(leaf: Any) -> bool:

@@ -84,7 +84,7 @@ def save_bundle(
         raise ConfigError(f"bundle {str(path)!r} does not end in .safetensors", "choose such a name")
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}", delete=False) as written:
         try:
-            write_bundle(written, arguments, keywords, step=step, static_argnums=static_argnums)
+            write_bundle(written, ArgumentTree.of(arguments, keywords, static_argnums), step=step)
             written.flush()
             Path(written.name).replace(file)
         except BaseException:
@@ -92,13 +92,11 @@ def save_bundle(
             raise
 
 
-def write_bundle(  # noqa: PLR0913 - what a recorder says of the step is by keyword
+def write_bundle(
     file: IO[bytes],
-    arguments: Sequence[Any],
-    keywords: Mapping[str, Any],
+    tree: ArgumentTree,
     *,
     step: int,
-    static_argnums: int | Sequence[int] = (),
     reason: str = "program",
     run: Mapping[str, Any] | None = None,
 ) -> None:
@@ -106,17 +104,14 @@ def write_bundle(  # noqa: PLR0913 - what a recorder says of the step is by keyw
 
     Args:
         file: A file for writing, at its beginning.
-        arguments: Positional arguments of the step.
-        keywords: Keyword arguments of the step.
+        tree: The arguments of the step.
         step: The number of the step.
-        static_argnums: Positions of arguments that are constants.
         reason: As in `BundleDocument`.
         run: As in `BundleDocument`; None for a step of no recorded run.
 
     Raises:
         ConfigError: a value was donated, or there are too many leaves for one bundle.
     """
-    tree = ArgumentTree.of(arguments, keywords, static_argnums)
     tree.check_present()
     leaves: list[dict[str, Any]] = []
     stored: list[tuple[Described, Any]] = []

@@ -36,7 +36,7 @@ from watchstep.capture.steps.session import Session
 from watchstep.capture.tensors.snapshots import StoredFile
 from watchstep.format.layout import BundleKey
 from watchstep.jax.compiled_steps import CompiledStep
-from watchstep.jax.replay.argument_trees import LostLeaf
+from watchstep.jax.replay.argument_trees import ArgumentTree, LostLeaf
 from watchstep.jax.replay.value_health import contents, is_reference
 from watchstep.jax.traced_updates import UpdateLayout
 from watchstep.updates.update_recorder import Update
@@ -235,7 +235,7 @@ class StepBundles:
         call, arguments = self._last_call, self._arguments
         if call is None or arguments is None:
             return
-        leaves, structure = jax.tree_util.tree_flatten(arguments)
+        leaves, (structure, _) = _flatten(arguments)
         if structure != call.plan.kind[0]:
             return
         carried = {
@@ -251,15 +251,25 @@ class StepBundles:
             return
         is_withheld = update.is_withheld
         values = [call.leaf(place, leaf, is_withheld=is_withheld) for place, leaf in enumerate(leaves)]
-        self._write(step, jax.tree_util.tree_unflatten(structure, values), call.function, is_complete=False)
+        self._write(step, arguments, call.function, values)
 
     def write_requested(self, step: int, function: CompiledStep, arguments: Any) -> None:
         """Write the bundle of a call that is about to be made, if one is requested. Faults are counted."""
         if self._session.bundles.is_pending:
-            self._write(step, arguments, function, is_complete=True)
+            self._write(step, arguments, function)
 
-    def _write(self, step: int, arguments: Any, function: CompiledStep, *, is_complete: bool) -> None:
-        occasion = self._session.bundles.due(step, is_complete=is_complete)
+    def _write(
+        self, step: int, arguments: Any, function: CompiledStep, values: Sequence[Any] | None = None
+    ) -> None:
+        """Write a bundle if one is due.
+
+        Args:
+            step: the step.
+            arguments: pytree of its arguments, or of those of the next call.
+            function: the step's function.
+            values: the leaves of its arguments; None for those of `arguments`, of a call that is about to be made.
+        """
+        occasion = self._session.bundles.due(step, is_complete=values is None)
         if occasion is None:
             return
         from watchstep.jax.replay.step_arguments import write_bundle
@@ -273,13 +283,13 @@ class StepBundles:
         }
         try:
             with tempfile.TemporaryFile(prefix="watchstep-bundle-") as file:
-                positional, keywords = arguments
+                tree = ArgumentTree.of(*arguments, function.static_argnums)
+                if values is not None:
+                    tree = tree.with_leaves(values, function.static_argnums)
                 write_bundle(
                     file,
-                    positional,
-                    keywords,
+                    tree,
                     step=step,
-                    static_argnums=function.static_argnums,
                     reason=occasion.reason,
                     run={**run, "world_size": identity.world_size},
                 )
