@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 from watchstep.capture.shutdown.ending import live
 from watchstep.hook import Hook
-from watchstep.unattended import start_hook
+from watchstep.unattended import note_unobserved, start_hook
 
 MAX_TRAININGS = 20
 """Trainings of a process that are recorded: a search of hyperparameters may have any number."""
 
+_LIBRARIES = {"xgboost": "XGBoost", "lightgbm": "LightGBM"}
 _MARK = "__watchstep_attached__"
 _log = logging.getLogger("watchstep")
 
@@ -55,17 +56,20 @@ class _Trainings:
     first_run: str = ""
     is_refused: bool = False
 
-    def begin(self) -> Hook | None:
-        """Return a hook for a training; None if it is not recorded."""
+    def begin(self, library: str) -> Hook | None:
+        """Return a hook for a training by a library; None if it is not recorded."""
         with self.lock:
-            if live() or self.is_refused:
+            if live():
+                note_unobserved(library)
+                return None
+            if self.is_refused:
                 return None
             if not self.first_run:
-                hook = start_hook()
+                hook = start_hook(library)
                 self.is_refused = hook is None
                 self.first_run = hook.run if hook is not None else ""
             elif self.number < MAX_TRAININGS:
-                hook = Hook(run=f"{self.first_run}-{self.number + 1}")
+                hook = start_hook(library, run=f"{self.first_run}-{self.number + 1}")
             else:
                 self.is_refused = True
                 _log.warning("watchstep: not recording: %d trainings are recorded already", MAX_TRAININGS)
@@ -109,7 +113,8 @@ def _recorded(
             callbacks = bound.arguments.get("callbacks") or ()
             is_sequence = isinstance(callbacks, list | tuple)  # anything else may be read only once
             if is_sequence and not any(isinstance(callback, recording) for callback in callbacks):
-                hook = _trainings.begin()
+                library = train.__module__.partition(".")[0]
+                hook = _trainings.begin(_LIBRARIES.get(library, library))
             if hook is not None:
                 added = make_recording(hook, dict(bound.arguments))
                 # First: a callback that ends the training keeps XGBoost from calling those behind it.

@@ -18,6 +18,14 @@ _log = logging.getLogger("watchstep")
 
 _SUFFIX = ".claim"
 
+_held_by: list[int] = []
+"""The process that has claimed its rank: its forks inherit the list, and not the claim."""
+
+
+def holds_claim() -> bool:
+    """Return whether this process has claimed its rank."""
+    return os.getpid() in _held_by
+
 
 def claim_rank(report: Callable[[OSError], None]) -> bool:
     """Claim this rank of this attempt on this machine for the lifetime of the process.
@@ -46,6 +54,8 @@ def claim_rank(report: Callable[[OSError], None]) -> bool:
             return False
     except OSError as error:
         report(error)
+    else:
+        _held_by[:] = [os.getpid()]
     return True
 
 

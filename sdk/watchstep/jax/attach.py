@@ -64,7 +64,7 @@ class FirstUpdate:
         traced_updates.not_observed.remove(self._not_observed)
         from watchstep.unattended import start_hook
 
-        hook = start_hook()
+        hook = start_hook("JAX")
         if hook is None:
             withdraw_settings(self)
             return None

@@ -15,6 +15,6 @@ def attach() -> None:
         from watchstep.tensorflow.recording import TapeUpdates
         from watchstep.unattended import start_hook
 
-        TapeUpdates(start_hook)
+        TapeUpdates(functools.partial(start_hook, "TensorFlow"))
     except Exception as error:  # noqa: BLE001 - no fault may end the program
         _log.error("watchstep: not recording TensorFlow: %s", error)

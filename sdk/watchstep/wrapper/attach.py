@@ -92,7 +92,7 @@ class Attachment:
         try:
             self._detach()
             losses, self._losses = self._losses, []
-            if get_worker_info() is not None or (hook := start_hook()) is None:
+            if get_worker_info() is not None or (hook := start_hook("PyTorch")) is None:
                 return None
             # It listens before the watch does: an optimizer of the next training is none without parameters of this model.
             trainings = Trainings(hook, optimizer)
@@ -210,7 +210,7 @@ class Trainings:
         ending = hook._ending  # noqa: SLF001 - as above
         ending.close_seconds = min(ending.close_seconds, _END_SECONDS)
         hook.close()
-        following = start_hook(later_from=first_step)
+        following = start_hook("PyTorch", later_from=first_step)
         if following is None:
             self._end()
             return []

@@ -632,6 +632,31 @@ def test_a_second_process_of_a_rank_states_that_it_is_not_recorded(tmp_path: Pat
     assert len(recorded(tmp_path).attempts) == 1
 
 
+BOOSTED = """
+import numpy
+import xgboost
+x = numpy.random.default_rng(0).normal(size=(64, 4))
+xgboost.train({"max_depth": 2, "nthread": 1}, xgboost.DMatrix(x, x.sum(1)), 3)
+xgboost.train({"max_depth": 2, "nthread": 1}, xgboost.DMatrix(x, x.sum(1)), 3)
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("first", ["XGBoost", "PyTorch"])
+def test_a_second_framework_of_a_process_is_told_that_it_is_not_observed(tmp_path: Path, first: str) -> None:
+    pytest.importorskip("xgboost")
+    bodies = {"XGBoost": BOOSTED, "PyTorch": PROGRAM}
+    (second,) = bodies.keys() - {first}
+    done = run_program(tmp_path, bodies[first] + bodies[second])
+    assert done.returncode == 0, done.stderr
+    ends = "has recorded" if first == "XGBoost" else "records"
+    text = f"updates of {second} are not observed, because this process {ends} those of {first}"
+    assert done.stderr.count(text) == done.stderr.count("not observed") == 1
+    assert "another process" not in done.stderr
+    (end,) = recorded(tmp_path).ends()
+    assert text in end.health["notes"].get("frameworks", "") or first == "XGBoost"
+
+
 @pytest.mark.release
 @pytest.mark.parametrize(
     ("body", "message"),
