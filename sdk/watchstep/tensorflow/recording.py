@@ -7,20 +7,30 @@ recording of Keras counts steps instead (`watchstep.keras`).
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from watchstep.capture.framework_names import contained
+from watchstep.capture.shutdown.ending import live
 from watchstep.hook import Hook
-from watchstep.tensorflow import tape_calls
+from watchstep.tensorflow import function_calls, tape_calls
+from watchstep.tensorflow.function_calls import FunctionSet
 from watchstep.tensorflow.graph_updates import GraphUpdates, ObservedUpdate
 from watchstep.tensorflow.tape_calls import TapeGradients
 from watchstep.updates.parameter_names import describe_variables
 from watchstep.updates.program_updates import ProgramUpdates
 
 _MAX_SOURCES = 16
+_CALLS_WITHOUT_UPDATE = 20
+"""Calls with gradients of a tape but without an update of a Keras optimizer, after which the user learns that they are not observed. A program that
+accumulates gradients makes several for each update."""
+
+_log = logging.getLogger("watchstep")
 
 
 class _VariableSet:
@@ -32,6 +42,60 @@ class _VariableSet:
     def exists(self) -> bool:
         """Return whether the program still has these variables."""
         return all(reference() is not None for reference in self._references)
+
+
+class _TapesBesideKeras:
+    """Gradients of tapes in a program whose recording is that of a Keras optimizer. They are not observed unless the optimizer gets them."""
+
+    def __init__(self) -> None:
+        self._functions = FunctionSet()
+        self._updates: list[int] = []
+        self._calls = 0
+        function_calls.observe(self)
+
+    def differentiated(self) -> None:
+        """Note gradients of eager code, or those that a function computes at each of its calls."""
+        if tf.executing_eagerly():
+            self._count()
+        for function in function_calls.current_functions():
+            self._functions.add(function)
+
+    def traced_call(self, function: Any, enclosing: Sequence[Any]) -> None:
+        """Note that functions compute the gradients of one that they call."""
+        if function in self._functions:
+            for outer in enclosing:
+                self._functions.add(outer)
+
+    def before_call(self, function: Any) -> None:
+        """Do nothing yet."""
+
+    def after_call(self, function: Any) -> None:
+        """Count a call that has computed gradients."""
+        if function in self._functions:
+            self._count()
+
+    def call_failed(self, function: Any) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Stop observing."""
+        function_calls.forget(self)
+
+    def _count(self) -> None:
+        recordings = live()
+        updates = [recording.updates for recording in recordings]
+        self._calls = self._calls + 1 if updates == self._updates else 0
+        self._updates = updates
+        if not recordings or self._calls != _CALLS_WITHOUT_UPDATE:
+            return
+        text = (
+            f"{self._calls} calls computed gradients of tapes, and no Keras optimizer got them: "
+            "updates that the program makes with them itself are not observed, and NaN in them stops nothing"
+        )
+        _log.warning("watchstep: %s", text)
+        for recording in recordings:
+            recording.note("tapes", text)
+        self.close()
 
 
 class TapeUpdates:
@@ -47,6 +111,7 @@ class TapeUpdates:
         self._graphs = GraphUpdates(self._open)
         self._sets: dict[tuple[int, ...], _VariableSet] = {}
         self._has_optimizers: bool | None = None
+        self._beside_keras: _TapesBesideKeras | None = None
         tape_calls.install()
         tape_calls.observe(self)
 
@@ -71,6 +136,10 @@ class TapeUpdates:
                 self._graphs.note(
                     "gradients of tapes are not recorded: the program has a Keras optimizer, whose updates watchstep.keras records"
                 )
+            elif self._beside_keras is None:
+                self._beside_keras = _TapesBesideKeras()
+            if self._beside_keras is not None:
+                self._beside_keras.differentiated()
             return
         key = tuple(map(id, result.variables))
         source = self._sets.get(key)
@@ -104,6 +173,8 @@ class TapeUpdates:
     def close(self) -> None:
         """Stop observing."""
         tape_calls.forget(self)
+        if self._beside_keras is not None:
+            self._beside_keras.close()
         self._graphs.close()
         self._sets.clear()
 

@@ -229,6 +229,7 @@ class UpdateRecorder:
 
     def _record(self, update: Update) -> None:
         self._recorder.begin()
+        self._recorder.updates += 1
         is_same = self._recorder.step == self._updated_step
         self._updated_step, self.updates_in_step = (
             self._recorder.step,

@@ -75,3 +75,59 @@ def test_an_unmodified_program_is_recorded(trained: RecordedPrograms, tmp_path: 
     assert printed == trained.results("tensorflow")["unmodified"]
     assert list(figures(run, "loss")) == list(range(6))
     assert list(figures(run, "dense.kernel:gradient")) == list(range(6))
+
+
+AFTER_FIT = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+keras.utils.set_random_seed(0)
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+model.compile("adam", "mse")
+x = np.ones((64, 4), "float32")
+model.fit(x, x[:, :2], batch_size=2, verbose=0)
+own = keras.optimizers.SGD(0.1)
+variables = [variable.value for variable in model.trainable_variables]
+
+
+def step():
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x, training=True) ** 2)
+    return tape.gradient(loss, variables)
+
+
+def update(gradients):
+    for variable, gradient in zip(variables, gradients):
+        variable.assign_sub(0.1 * gradient)
+
+
+step = STEP
+for _ in range(25):
+    UPDATE(step())
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("step", "is_own"),
+    [
+        ("tf.function(step)", True),
+        ("step", False),
+        pytest.param("step", True, marks=pytest.mark.release),
+        pytest.param("tf.function(step)", False, marks=pytest.mark.release),
+    ],
+)
+def test_own_updates_after_those_of_keras_are_told_that_they_are_not_observed(
+    tmp_path: Path, *, step: str, is_own: bool
+) -> None:
+    update = (
+        "update"
+        if is_own
+        else "(lambda gradients: own.apply_gradients(zip(gradients, model.trainable_variables)))"
+    )
+    program = tmp_path / "train.py"
+    program.write_text(AFTER_FIT.replace("STEP", step).replace("UPDATE", update))
+    run, _ = unmodified_run(tmp_path, program, INJECTED, KERAS_BACKEND="tensorflow")
+    (end,) = run.ends()
+    assert is_own == ("NaN in them stops nothing" in end.health["notes"].get("tapes", ""))

@@ -104,6 +104,11 @@ class Ending:
         return self._recorder.last_finished
 
     @property
+    def updates(self) -> int:
+        """Return the number of updates that adapters of frameworks have recorded."""
+        return self._recorder.updates
+
+    @property
     def is_requested(self) -> bool:
         """Return whether the program ends because of a stop request."""
         return self._recorder.acknowledged and self._recorder.stopped is not None
@@ -112,6 +117,10 @@ class Ending:
     def ended(self) -> bool:
         """Return whether the recording has ended."""
         return self._ended
+
+    def note(self, name: str, text: str) -> None:
+        """Add a note about what is not recorded to the recorder's health."""
+        self._health.note(name, text)
 
     def is_late(self) -> bool:
         """Return whether the time for the end is over. One deadline applies to all waits."""

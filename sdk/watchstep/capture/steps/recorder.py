@@ -236,6 +236,8 @@ class Recorder:
         self._on_stop = on_stop
         self.launched_unverified = False
         """Whether 'watchstep run' started the program without knowing whether the run was stopped for good."""
+        self.updates = 0
+        """Number of updates of all optimizers that adapters of frameworks have recorded."""
         self._system = system
         self.stops = BarrierStop(worker, lambda: self.last_finished, takes_part=on_stop != "ignore")
         self._pending: list[Record] = []
