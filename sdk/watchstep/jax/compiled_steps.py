@@ -48,6 +48,8 @@ from watchstep.platform.program_errors import is_of_program
 from watchstep.stopping import StopTraining
 
 _MARK = "_watchstep_records"
+_MAX_DESCRIPTIONS = 8
+"""Kinds of arguments of a function whose updates are kept, such as batches with and without a mask."""
 
 
 class StepObserver(Protocol):
@@ -135,7 +137,7 @@ class CompiledStep:
         )
         self._is_disabled = False
         self._contains_update: dict[Hashable, bool] = {}
-        self._called_updates: tuple[Any, list[CalledUpdate]] | None = None
+        self._called_updates: list[tuple[Any, list[CalledUpdate]]] = []
 
     @property
     def observed(self) -> ObservedStep:
@@ -200,7 +202,7 @@ class CompiledStep:
         Returns:
             The error of the trace, which may be the program's own; None if there is none.
         """
-        self.has_updates, self.inner_layouts, self._called_updates = False, [], None
+        self.has_updates, self.inner_layouts, self._called_updates = False, [], []
         try:
             self._trace(arguments, keywords)
             if not self.has_updates and self.observed.is_open:
@@ -319,7 +321,7 @@ class CompiledStep:
 
     def _unobserve(self, reason: str) -> None:
         """Observe the modules no more."""
-        self._called_updates = None
+        self._called_updates = []
         for listener in tuple(not_observed):
             listener(f"activations of a step are not observed: {reason.splitlines()[0][:200]}")
         self.observed.close()
@@ -334,8 +336,9 @@ class CompiledStep:
         """
         try:
             call = self._form, _description((arguments, keywords))
-            if self._called_updates is not None and self._called_updates[0] == call:
-                return self._called_updates[1]
+            for described, known in self._called_updates:
+                if described == call:
+                    return known
             updates, traced = self._trace(arguments, keywords)
         except Exception as error:
             if is_of_program(error):
@@ -344,7 +347,7 @@ class CompiledStep:
         layouts = [update.layout for update in updates if isinstance(update, UpdateOutputs)]
         stacked = self._stacked(layouts, traced, arguments, keywords) if layouts else {}
         called = [CalledUpdate(layout, stacked[layout]) for layout in layouts]
-        self._called_updates = call, called
+        self._called_updates = [(call, called), *self._called_updates][:_MAX_DESCRIPTIONS]
         return called
 
     def _trace(self, arguments: Any, keywords: Any) -> tuple[StepOutputs, Any]:
@@ -412,7 +415,7 @@ class CompiledStep:
 
     def clear_cache(self) -> None:
         """Remove all compiled programs."""
-        self._called_updates = None
+        self._called_updates = []
         self._plain.clear_cache()
         self._recording.clear_cache()
 

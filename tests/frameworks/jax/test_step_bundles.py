@@ -27,6 +27,7 @@ from watchstep.errors import ConfigError, FormatError, WatchstepError  # noqa: E
 from watchstep.format.bundle import Bundle, bundle_keys, open_bundle, open_bundle_file  # noqa: E402
 from watchstep.format.layout import BundleKey  # noqa: E402
 from watchstep.jax import Recording  # noqa: E402
+from watchstep.jax.compiled_steps import CompiledStep  # noqa: E402
 from watchstep.jax.replay.step_arguments import JaxStep, load_arguments, save_bundle  # noqa: E402
 from watchstep.jax.replay.step_replay import replay_jax_step  # noqa: E402
 from watchstep.store.store import Store  # noqa: E402
@@ -239,6 +240,45 @@ def test_what_an_update_that_the_policy_has_not_withheld_changed_is_not_that_bef
     )
 
 
+def test_a_step_with_arguments_of_several_structures_in_turn_is_described_once_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described: list[int] = []
+    layouts_of = CompiledStep._stacked
+
+    def counted(*arguments: Any) -> Any:
+        described.append(1)
+        return layouts_of(*arguments)
+
+    monkeypatch.setattr(CompiledStep, "_stacked", counted)
+    hook = Hook(tmp_path, on_nonfinite="stop", config=CaptureConfig(overhead_budget=None))
+    Recording(hook)
+    optimizer = optax.sgd(0.1)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(weight: Any, key: Any, batch: Any) -> Any:
+        key, _ = jax.random.split(key)
+        gradient = jax.grad(lambda weight: sum((each * weight).sum() for each in batch))(weight)
+        updates, _ = optimizer.update(gradient, optimizer.init(weight))
+        return optax.apply_updates(weight, updates), key
+
+    weight, key, expected = jnp.ones(3), jax.random.key(0), b""
+    for number in range(10):
+        batch = [np.ones(3, np.float32)] * (1 + number % 2)
+        if number == 8:
+            batch, expected = [np.full(3, np.nan, np.float32)], jax.random.key_data(key).tobytes()
+        weight, key = step(weight, key, batch) if number < 9 else (weight, key)
+    with pytest.raises(StopTraining), hook:
+        step(weight, key, [np.ones(3, np.float32)])
+    assert len(described) == 2
+    store = Store.open(hook.run_url)
+    (bundle_key,) = (each for each in bundle_keys(store) if each.reason == "gate")
+    bundle = open_bundle(store, bundle_key.path)
+    built = jnp.zeros(3), jax.random.key(1), [np.zeros(3, np.float32)]
+    (_, loaded, _), _ = load_arguments(bundle, JaxStep(step, built))
+    assert jax.random.key_data(loaded).tobytes() == expected
+
+
 @jax.tree_util.register_pytree_node_class
 class State:
     """A state whose class accepts arrays only."""
@@ -368,6 +408,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from watchstep.jax import Recording  # noqa: E402
+from watchstep.jax.compiled_steps import CompiledStep  # noqa: E402
 from watchstep.jax.replay.step_arguments import JaxStep, save_bundle
 
 

@@ -19,6 +19,7 @@ import functools
 import itertools
 import logging
 import math
+import operator
 import tempfile
 import weakref
 import zlib
@@ -58,6 +59,11 @@ _MAX_HASHED_BYTES = 4 * 2**20
 _SAMPLED = 4096
 """Elements of a larger array that are compared, at least; they take about 0.1 ms."""
 
+_MAX_PLANS = 8
+"""Kinds of arguments of a step for which plans are kept, such as batches with and without a mask."""
+
+_Kind = tuple[Any, tuple[type, ...]]
+
 _COUNTED = "it is not kept, and the optimizer has counted the update that it left out"
 
 
@@ -74,7 +80,7 @@ class _Plan:
         lost: why a leaf is not kept, by its place.
     """
 
-    kind: tuple[Any, tuple[type, ...]]
+    kind: _Kind
     layouts: tuple[UpdateLayout, ...]
     parameters: frozenset[int]
     states: frozenset[int]
@@ -103,6 +109,11 @@ class _Plan:
             else:
                 lost[place] = f"references to arguments are limited to {_MAX_REFERENCED_BYTES >> 20} MiB"
         return cls(kind, layouts, parameters, states, copied, lost)
+
+    @functools.cached_property
+    def kept(self) -> tuple[int, ...]:
+        """Places of leaves that are referenced."""
+        return tuple(place for place in range(len(self.kind[1])) if place not in self.lost)
 
     @property
     def loses_updated(self) -> bool:
@@ -166,7 +177,10 @@ class StepBundles:
         self._last_outputs: dict[int, weakref.ref[Any]] = {}  # an id alone may be that of a later array
         self._last_call: _Call | None = None
         self._arguments: Any = None
-        self._plans: weakref.WeakKeyDictionary[CompiledStep, _Plan] = weakref.WeakKeyDictionary()
+        self._plans: weakref.WeakKeyDictionary[CompiledStep, list[_Plan]] = weakref.WeakKeyDictionary()
+        self._flat: tuple[Any, list[Any], _Kind] | None = (
+            None  # arguments of the call that is about to be made
+        )
         self._copies: dict[int, Any] = {}
 
     @property
@@ -180,7 +194,7 @@ class StepBundles:
 
     def forget(self) -> None:
         """Refer to no arguments any more."""
-        self._last_call, self._arguments, self._copies = None, None, {}
+        self._last_call, self._arguments, self._copies, self._flat = None, None, {}, None
 
     def keep_donated(self, function: CompiledStep) -> None:
         """Copy arguments of the call that is about to be made, which it donates or changes. The last call is not needed any more.
@@ -188,12 +202,13 @@ class StepBundles:
         Args:
             function: the step.
         """
-        self._last_call, self._copies = None, {}
+        self._last_call, self._copies, self._flat = None, {}, None
         if self._arguments is None:
             return
         leaves, kind = _flatten(self._arguments)
-        plan = self._plans.get(function)
-        if plan is not None and plan.kind == kind:
+        self._flat = self._arguments, leaves, kind
+        plan = self._plan_of(function, kind)
+        if plan is not None:
             places = plan.copied
         else:  # the first call tells which are donated
             parameters, states = _updated([update.layout for update in function.layouts_of(*self._arguments)])
@@ -216,15 +231,24 @@ class StepBundles:
         """
         if not self._withholds:
             return
-        leaves, kind = _flatten(arguments)
-        plan = self._plans.get(function)
-        if plan is None or plan.kind != kind or plan.layouts != layouts:
-            plan = self._plans[function] = _Plan.of(kind, layouts, leaves)
-        kept = {place: leaf for place, leaf in enumerate(leaves) if place not in plan.lost} | self._copies
+        flat, self._flat = self._flat, None
+        if flat is not None and all(map(operator.is_, flat[0], arguments)):
+            _, leaves, kind = flat
+        else:
+            leaves, kind = _flatten(arguments)
+        plan = self._plan_of(function, kind)
+        if plan is None or plan.layouts != layouts:
+            plans = self._plans.setdefault(function, [])
+            plan = _Plan.of(kind, layouts, leaves)
+            plans[:] = [plan, *(other for other in plans if other.kind != kind)][:_MAX_PLANS]
+        kept = {place: leaves[place] for place in plan.kept} | self._copies
         self._last_call = _Call(function, plan, kept, _checksums(kept))
         arrays = (leaf for leaf in jax.tree_util.tree_leaves(outputs) if isinstance(leaf, jax.Array))
         self._last_outputs = {id(array): weakref.ref(array) for array in arrays}
         self._arguments, self._copies = None, {}
+
+    def _plan_of(self, function: CompiledStep, kind: _Kind) -> _Plan | None:
+        return next((plan for plan in self._plans.get(function, ()) if plan.kind == kind), None)
 
     def _is_last_output(self, leaf: Any) -> bool:
         output = self._last_outputs.get(id(leaf))
@@ -313,7 +337,7 @@ class StepBundles:
             )
 
 
-def _flatten(arguments: Any) -> tuple[list[Any], tuple[Any, tuple[type, ...]]]:
+def _flatten(arguments: Any) -> tuple[list[Any], _Kind]:
     """Return the leaves of arguments, their structure, and the type of each leaf."""
     leaves, structure = jax.tree_util.tree_flatten(arguments)
     return leaves, (structure, tuple(map(type, leaves)))
