@@ -307,7 +307,8 @@ class StepBundles:
         }
         try:
             with tempfile.TemporaryFile(prefix="watchstep-bundle-") as file:
-                tree = ArgumentTree.of(*arguments, function.static_argnums)
+                positional, keywords = arguments
+                tree = ArgumentTree.of(positional, keywords, function.static_argnums)
                 if values is not None:
                     tree = tree.with_leaves(values, function.static_argnums)
                 write_bundle(
