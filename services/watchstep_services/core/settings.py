@@ -362,6 +362,7 @@ OF_OTHERS = frozenset(
         "PROFILES",
         "QUIET",
         "RECORDER_TOKEN",
+        "PROGRAM_PROCESS",
         "RESTARTS",
         "RESUME_FROM",
         "RUN",

@@ -292,7 +292,10 @@ def test_several_alerts_lead_to_the_run_and_of_several_runs_to_their_list(
     driven_sqlite: Driven, tmp_path: Path
 ) -> None:
     names = ("first", "second")
-    rules = [RuleConfig.model_validate({"rule": "non_finite_values", "name": name}) for name in names]
+    rules = [
+        RuleConfig.model_validate({"rule": "non_finite_values", "name": name, "labels": {"of": name}})
+        for name in names
+    ]
     for group_by, runs, expected in (
         (["run"], ["a"], (f"{PUBLIC}/projects/vision/runs/a", "run")),
         (["severity"], ["b", "c"], (f"{PUBLIC}/projects/vision", "runs")),

@@ -37,7 +37,7 @@ from watchstep.pytorch.outputs.layer_hooks import (
     UnmeasuredPass,
     sees_passes_of,
 )
-from watchstep.pytorch.outputs.pass_hooks import PassHook
+from watchstep.pytorch.outputs.pass_hooks import CallCount, PassHook
 from watchstep.pytorch.outputs.passes import ForwardPasses, recomputes
 from watchstep.pytorch.outputs.recomputed import RecomputedOutputs
 from watchstep.pytorch.outputs.saved import SavedOutputs
@@ -92,17 +92,17 @@ class _Observed:
     Attributes:
         path: Path of the module.
         is_model: Whether it is the watched model itself, whose own hooks begin and end its passes.
+        calls: Counts its calls in training, and has its hook.
         output: Its output.
         input: Its input.
         channels, tokens, activity: Probes of its output and input.
         measured: Step and pass in which it was measured last.
         describe: Describes its output for `SavedOutputs`.
-        noting: What its hook calls.
-        hook: Its hook.
     """
 
     path: str
     is_model: bool
+    calls: CallCount
     output: _Flow
     input: _Flow
     channels: ChannelProbe | None
@@ -110,8 +110,6 @@ class _Observed:
     activity: UnitActivity | None
     measured: tuple[int, int] = (-1, -1)
     describe: Describe | None = None
-    noting: NotingHook | None = None
-    hook: PassHook | None = None
 
     def probes(self, given: Any, output: list[Tensor], step: int, mode: Mode) -> tuple[Probe, ...]:
         """Return probes of one pass in addition to the output's row, except those of channels.
@@ -253,6 +251,7 @@ class ActivationHooks:
         observed = _Observed(
             names.path(path) or "model",
             is_model,
+            CallCount(self._unmeasured.repeated, names.path(path) or "model"),
             _Flow(names.of_module(path, module, order, "output", tuple(outputs))),
             _Flow(names.of_module(path, module, order, "input", (tensors.INPUTS,) * is_model)),
             channels if "channels" in probes and channels.applies else None,
@@ -271,24 +270,23 @@ class ActivationHooks:
             if collection in flow.info.collections
         ]
         describe = self._describe(noted[0]) if len(noted) == 1 else None
-        observed.noting = NotingHook(
-            self._hook(observed),
-            self._unmeasured,
-            describe,
-            functools.partial(self._too_often, observed),
-            of_input=describe is not None and noted[0] is observed.input,
+        of_input = describe is not None and noted[0] is observed.input
+        noting = NotingHook(
+            self._hook(observed), self._unmeasured, describe, observed.calls, of_input=of_input
         )
         if tensors.ACTIVATIONS in observed.output.info.collections:
             observed.describe = self._describe(observed.output)
-        register = functools.partial(module.register_forward_hook, observed.noting, with_kwargs=True)
+        register = functools.partial(module.register_forward_hook, noting, with_kwargs=True)
         encoder = self._encoder_of.get(id(module))
-        observed.hook = PassHook(register, of_layer=not is_model, in_passes_only=encoder is not None)
-        self._pass_hooks.append(observed.hook)
-        self._hooks_of[id(module)] = observed.hook
+        hook = observed.calls.hook = PassHook(
+            register, of_layer=not is_model, in_passes_only=encoder is not None
+        )
+        self._pass_hooks.append(hook)
+        self._hooks_of[id(module)] = hook
         if encoder is not None:
-            self._encoder_hooks.append((encoder, observed.hook))
+            self._encoder_hooks.append((encoder, hook))
         elif not is_model:
-            self._layers.append(observed.hook)
+            self._layers.append(hook)
         if is_leaf:
             self._unseen.add(observed.path)
 
@@ -351,10 +349,6 @@ class ActivationHooks:
     def resume(self) -> None:
         """Register the hooks that `other_pass` has removed."""
         self._unmeasured.repeated.resume(has_layer_hooks=self._has_hooks)
-
-    def _too_often(self, observed: _Observed) -> None:
-        if observed.hook is not None:
-            self._unmeasured.repeated.pause(observed.path, [observed.hook])
 
     def _any_due(self, mode: Mode) -> bool:
         """Return whether something is due for a module in a pass that begins."""
@@ -447,8 +441,8 @@ class ActivationHooks:
             if output is REMOVED:
                 return
             self._unseen.discard(observed.path)
-            if observed.hook is not None:
-                observed.hook.is_called = True
+            if observed.calls.hook is not None:
+                observed.calls.hook.is_called = True
             try:
                 self._observe(observed, module, (args, kwargs), output)
             except Exception as error:  # noqa: BLE001 - errors of the recorder never reach training
@@ -464,7 +458,7 @@ class ActivationHooks:
             else:
                 self._unmeasured.repeated.unrecorded_call(self._hooked)
             return
-        if mode == "train" and observed.noting is not None and observed.noting.is_surplus():
+        if mode == "train" and observed.calls.is_surplus():
             return
         if self._passes.outside and not observed.is_model:
             part_called = self._part_called()

@@ -15,7 +15,7 @@ from watchstep.capture.steps.session import Session
 from watchstep.pytorch import internals
 from watchstep.pytorch.gate import Describe, LiveOutputs, version_of
 from watchstep.pytorch.observable import ModuleHook
-from watchstep.pytorch.outputs.pass_hooks import RepeatedCalls
+from watchstep.pytorch.outputs.pass_hooks import CallCount, RepeatedCalls
 
 # Called for each module of each pass, so they are not looked up there.
 is_compiling = torch.compiler.is_compiling
@@ -81,14 +81,14 @@ class NotingHook(ModuleHook):
     the general case decides again at each call, because a program may change it within a pass, is compared here.
     """
 
-    __slots__ = ("_calls", "_describe", "_of_input", "_too_often", "_turn", "_unmeasured")
+    __slots__ = ("_calls", "_describe", "_of_input", "_unmeasured")
 
     def __init__(
         self,
         call: Callable[..., None],
         unmeasured: UnmeasuredPass,
         describe: Describe | None,
-        too_often: Callable[[], None],
+        calls: CallCount,
         *,
         of_input: bool,
     ) -> None:
@@ -98,13 +98,12 @@ class NotingHook(ModuleHook):
             call: Called in other passes.
             unmeasured: The present pass.
             describe: Describes what is noted; None if the general case always decides.
-            too_often: Called at each call beyond those that are observed in a turn.
+            calls: Counts the calls.
             of_input: Whether the input is noted.
         """
         super().__init__(call)
         self._unmeasured, self._describe, self._of_input = unmeasured, describe, of_input
-        self._too_often = too_often
-        self._turn = self._calls = 0
+        self._calls = calls
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any = REMOVED) -> None:
         """Note the output of the module, or its only argument, or measure it."""
@@ -129,23 +128,9 @@ class NotingHook(ModuleHook):
             and functorch_level.value() is None
             and not (unmeasured.of_parts and (unmeasured.recorder.logged_nan or not torch.is_grad_enabled()))
         ):
-            if not self.is_surplus():
+            if not self._calls.is_surplus():
                 unmeasured.note(
                     (self._describe, (weakref.ref(noted),), (version_of(noted),), unmeasured.time_ns)
                 )
         else:
             super().__call__(module, args, kwargs, output)
-
-    def is_surplus(self) -> bool:
-        """Count a call in a pass of training. Returns whether it is beyond those that are observed in a turn."""
-        repeated = self._unmeasured.repeated
-        repeated.ignores_unrecorded = False  # a checkpointed or frozen part of this pass runs without gradients
-        if self._turn != repeated.turn:
-            self._turn, self._calls = repeated.turn, 1
-            return False
-        self._calls += 1
-        repeated.number += 1
-        if self._calls <= repeated.most:
-            return False
-        self._too_often()
-        return True

@@ -184,3 +184,33 @@ class RepeatedCalls:
         if self._sentinel is not None:
             self._sentinel.detach()
         self._paused, self._sentinel = [], None
+
+
+class CallCount:
+    """Counts the calls of one module in passes of training.
+
+    Attributes:
+        hook: The hook of the module; None until it is registered.
+    """
+
+    __slots__ = ("_calls", "_path", "_repeated", "_turn", "hook")
+
+    def __init__(self, repeated: RepeatedCalls, path: str) -> None:
+        self._repeated, self._path = repeated, path
+        self._turn = self._calls = 0
+        self.hook: PassHook | None = None
+
+    def is_surplus(self) -> bool:
+        """Count a call. Returns whether it is beyond those that are observed in a turn, and the hook was removed."""
+        repeated = self._repeated
+        # A checkpointed or frozen part of this pass runs without gradients.
+        repeated.ignores_unrecorded = False
+        if self._turn != repeated.turn:
+            self._turn, self._calls = repeated.turn, 1
+            return False
+        self._calls += 1
+        repeated.number += 1
+        if self._calls <= repeated.most or self.hook is None:
+            return False
+        repeated.pause(self._path, [self.hook])
+        return True
