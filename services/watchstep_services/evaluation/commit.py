@@ -4,7 +4,8 @@ Every commit begins with the same write, `_write_progress`: the fence, the curso
 and the rule states. Most evaluations write nothing else. On PostgreSQL that write is one statement and a transaction by itself, for one
 run or for all runs of a batch: each further statement costs a worker a third of a millisecond, and PostgreSQL as much. On SQLite it is one
 statement for each table, and a batch is one transaction. Each run has its own fence, so a run that was lost to another worker
-keeps no other from being written. Other results follow in the same transaction in `_write_news`: findings, alerts, a run's start, rule health, corrupt and missing segments.
+keeps no other from being written. Other results follow in the same transaction: findings, which are serialized before it, and, in `_write_news`, alerts,
+a run's start, rule health, corrupt and missing segments.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import (
+    JSON,
     BigInteger,
     Boolean,
     Connection,
     Dialect,
+    Insert,
+    Text,
     TextClause,
     bindparam,
     case,
+    cast,
     func,
     insert,
     or_,
     select,
     text,
+    type_coerce,
     update,
 )
 from sqlalchemy.exc import SQLAlchemyError
@@ -59,7 +65,7 @@ from watchstep_services.runs.lifecycle import start_run
 from watchstep_services.runs.rule_health import has_news as has_health_news
 from watchstep_services.runs.rule_health import report_health
 from watchstep_services.service.context import Service
-from watchstep_services.service.judging import FINDINGS_KEPT, Judged, LostContext
+from watchstep_services.service.judging import FINDINGS_KEPT, Judged, LostContext, stored_findings
 
 _log = logging.getLogger(__name__)
 
@@ -128,11 +134,14 @@ def commit(service: Service, claim: Claim, outcome: EvaluationOutcome) -> Commit
             rows = _write_progress(connection, [(claim, outcome)], service.worker)
         row = rows.get(claim.run_id)
         return None if row is None else _without_news(claim, outcome, row)
+    findings = _finding_rows(service, outcome)
     with service.database.write() as session:
         row = _write_progress(session.connection(), [(claim, outcome)], service.worker).get(claim.run_id)
         if row is None:
             session.rollback()
             return None
+        if findings:
+            session.connection().execute(_add_findings(session.connection().dialect.name), findings)
         actions, reported = _write_news(service, session, claim, outcome, row)
         failpoint("evaluate.writing", claim)
         return Committed(actions, row.hints != claim.hints, reported)
@@ -427,7 +436,8 @@ def _write_news(
     states = _rule_states(session, claim.run_id, outcome)
     reported: dict[int, str | None] = {}
     for judged in outcome.judged:
-        state = _write_findings(session, attempt, judged, states.get(judged.row.id))
+        state = states.get(judged.row.id) or _add_state(session, attempt, judged)
+        state.findings += judged.finding_count
         report_health(session, context, judged, state, outcome.watermark)
         reported[judged.row.id] = state.reported_health
     return publish(service, session, context, outcome.judged, outcome.watermark), reported
@@ -505,28 +515,47 @@ _RULE_STATES = (
 )
 
 
-def _write_findings(
-    session: Session, attempt: str, judged: Judged, state: RuleStateRow | None
-) -> RuleStateRow:
-    """Add new findings up to `FINDINGS_KEPT` for each rule config; return its rule state, created with the first finding."""
-    if state is None:
-        state = RuleStateRow(
-            config_id=judged.row.id, attempt=attempt, state=judged.state, findings=0, reported_health=""
-        )
-        session.add(state)
-    if not judged.findings:
-        return state
-    stored = session.execute(
-        select(func.count()).select_from(FindingRow).filter_by(config_id=judged.row.id, attempt=attempt)
-    ).scalar_one()
-    for finding in judged.findings[: max(0, FINDINGS_KEPT - stored)]:
-        session.add(
-            FindingRow(
-                config_id=judged.row.id,
-                attempt=attempt,
-                step=finding.step,
-                finding=json.loads(finding.model_dump_json()),
-            )
-        )
-    state.findings += judged.finding_count
+def _add_state(session: Session, attempt: str, judged: Judged) -> RuleStateRow:
+    state = RuleStateRow(
+        config_id=judged.row.id, attempt=attempt, state=judged.state, findings=0, reported_health=""
+    )
+    session.add(state)
     return state
+
+
+def _finding_rows(service: Service, outcome: EvaluationOutcome) -> list[dict[str, Any]]:
+    """The rows of the new findings that are stored.
+
+    They are built and serialized before the write transaction, because on SQLite all other projects wait for it. The count of earlier
+    findings that is read here is current if the fence is: only the claim's owner writes findings of the run.
+    """
+    found = [judged for judged in outcome.judged if judged.findings]
+    if not found:
+        return []
+    attempt = outcome.collected.attempt
+    of_configs = {"of_configs": [judged.row.id for judged in found], "named": attempt}
+    with service.database.read() as session:
+        earlier = dict(session.execute(_EARLIER_FINDINGS, of_configs).all())
+    room = [max(0, FINDINGS_KEPT - earlier.get(judged.row.id, 0)) for judged in found]
+    return [
+        {"config_id": row.id, "attempt": attempt, "step": finding.step, "finding_text": serialized}
+        for row, finding, serialized in stored_findings(found, room)
+    ]
+
+
+_EARLIER_FINDINGS = (
+    select(FindingRow.config_id, func.count())
+    .where(
+        FindingRow.config_id.in_(bindparam("of_configs", expanding=True)),
+        FindingRow.attempt == bindparam("named"),
+    )
+    .group_by(FindingRow.config_id)
+)
+
+
+@functools.lru_cache(maxsize=2)
+def _add_findings(dialect: str) -> Insert:
+    # The column's type would serialize the text again. PostgreSQL converts text to JSON only with a cast, which is a number on SQLite.
+    finding = bindparam("finding_text", type_=Text())
+    serialized = cast(finding, JSON) if dialect == "postgresql" else type_coerce(finding, Text)
+    return insert(FindingRow.__table__).values(finding=serialized)  # type: ignore[arg-type]

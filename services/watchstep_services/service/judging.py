@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, repeat, zip_longest
 
 from pydantic import ValidationError
 
@@ -46,6 +48,17 @@ _REQUESTED = "the rules that the recorder requested"
 
 FINDINGS_KEPT = 1000
 """Limit of stored findings of one rule config on one attempt; the rest are counted."""
+
+FINDINGS_BYTES = 32 * 1024 * 1024
+"""Limit of the findings that one evaluation stores, as JSON, except those of rules that a recorder requested; the rest are counted. All
+findings of an evaluation are stored in one transaction. A finding takes 0.4 to 1 kB with names of
+some 100 characters, so 32 rules reach `FINDINGS_KEPT` in one evaluation before it."""
+
+REQUESTED_FINDINGS = 2000
+"""Limit of the number of findings that one evaluation stores of all rules that a recorder requested; the rest are counted."""
+
+REQUESTED_FINDINGS_BYTES = 4 * 1024 * 1024
+"""The same in bytes, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,39 @@ def lookback(configs: Iterable[Loaded]) -> Lookback:
 def is_requested(row: RuleConfigRow) -> bool:
     """Whether a rule config is requested by a recorder only: no operator has allowed it to stop the job."""
     return row.origin == "recorder" and not row.granted_stop
+
+
+def stored_findings(
+    judged: Sequence[Judged], room: Sequence[int]
+) -> Iterator[tuple[RuleConfigRow, Finding, str]]:
+    """The findings of an evaluation that are stored, with their JSON, in order for each rule config.
+
+    Rule configs take turns, so that those with many or large findings leave room for the first findings of the others.
+
+    Args:
+        judged: results of rule configs.
+        room: limit of the findings of each of them.
+    """
+    own: list[tuple[RuleConfigRow, list[Finding]]] = []
+    requested: list[tuple[RuleConfigRow, list[Finding]]] = []
+    for entry, most in zip(judged, room, strict=True):
+        (requested if is_requested(entry.row) else own).append((entry.row, entry.findings[:most]))
+    yield from _limited(own, sys.maxsize, FINDINGS_BYTES)
+    yield from _limited(requested, REQUESTED_FINDINGS, REQUESTED_FINDINGS_BYTES)
+
+
+def _limited(
+    configs: Sequence[tuple[RuleConfigRow, Sequence[Finding]]], most: int, size: int
+) -> Iterator[tuple[RuleConfigRow, Finding, str]]:
+    """The first findings, up to a number and a size in bytes."""
+    turns = zip_longest(*(zip(repeat(row), findings) for row, findings in configs))
+    in_turn = (pair for turn in turns for pair in turn if pair is not None)
+    for row, finding in islice(in_turn, most):
+        serialized = finding.model_dump_json()
+        size -= len(serialized.encode())
+        if size < 0:
+            return
+        yield row, finding, serialized
 
 
 def judge_all(

@@ -10,8 +10,9 @@ import pytest
 from sqlalchemy import select, text, update
 
 from tests.rules.custom.programs import LOUD, python
-from tests.services.driving import RULES, Driven, make_service
-from tests.services.recording import PROJECT, Recording, exploding_from, healthy, nan_from
+from tests.sdk.format.blocks import Row, tensor
+from tests.services.driving import RULES, Driven, make_service, statements
+from tests.services.recording import NAN, PROJECT, Recording, exploding_from, healthy, nan_from
 from watchstep.errors import StoreError
 from watchstep.format import documents, layout
 from watchstep.format.layout import SegmentKey
@@ -20,6 +21,7 @@ from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.sandbox import pool
 from watchstep_rules.engine.rule_inputs import History, Lookback
+from watchstep_rules.rule import Finding
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Project, RuleConfigRow, RuleStateRow, RunRow
@@ -27,8 +29,9 @@ from watchstep_services.evaluation import commit as committing
 from watchstep_services.evaluation import evaluate as evaluating
 from watchstep_services.runs.claim import claim
 from watchstep_services.runs.registration import register
+from watchstep_services.service import judging
 from watchstep_services.service.caches import HistoryCache
-from watchstep_services.service.judging import judge_all
+from watchstep_services.service.judging import FINDINGS_KEPT, judge_all
 
 BAD_STEP = 100
 """Rows from this step on make the first attempt's evaluation fail."""
@@ -173,6 +176,87 @@ def test_findings_are_bounded_and_counted(driven: Driven, monkeypatch: pytest.Mo
     driven.judge(run_id, recording.write(0, 0, 7, nan_from(0)), recording.write(1, 8, 9, nan_from(0)))
     assert len(driven.findings()) == 5
     assert [memory[3] for memory in driven.memories()] == [10, 0]
+
+
+def _of_requested(driven: Driven) -> tuple[dict[str, list[dict[str, Any]]], dict[str, int]]:
+    """The stored findings and the number of all findings, by rule config."""
+    names = {row.id: row.name for row in driven.all(select(RuleConfigRow))}
+    stored: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
+    for config_id, _, finding in driven.findings():
+        stored[names[config_id]].append(finding)
+    return stored, {names[config_id]: count for config_id, _, _, count in driven.memories()}
+
+
+REQUESTED = [
+    RuleConfig(rule="non_finite_values", name=f"requested-{number}", keep_firing={"steps": number + 1})
+    for number in range(3)
+]
+REQUESTED_BYTES = 4 * 1024 * 1024
+"""Limit of stored findings of requested rules in one evaluation."""
+
+
+@pytest.mark.ci
+def test_stored_findings_of_requested_rules_are_limited_together(driven: Driven) -> None:
+    recording, run_id = driven.begin(REQUESTED)
+    driven.judge(run_id, recording.write(0, 0, 1099, nan_from(0)))
+    stored, counted = _of_requested(driven)
+    assert {name: [finding["step"] for finding in findings] for name, findings in stored.items()} == {
+        "non_finite_values": list(range(FINDINGS_KEPT)),
+        "exploding_gradient": [],
+        "requested-0": list(range(667)),
+        "requested-1": list(range(667)),
+        "requested-2": list(range(666)),
+    }
+    assert counted == {
+        **dict.fromkeys(("non_finite_values", *(config.name for config in REQUESTED)), 1100),
+        "exploding_gradient": 0,
+    }
+
+
+@pytest.mark.ci
+def test_stored_findings_are_limited_in_bytes(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording, run_id = driven.begin(REQUESTED)
+    long = tensor("ü" * 1700, "gradients", order=1)
+    driven.judge(run_id, recording.write_rows(0, [Row(step, long, [NAN]) for step in range(300)]))
+    stored, counted = _of_requested(driven)
+    sizes = {
+        name: sum(len(json.dumps(finding, ensure_ascii=False).encode()) for finding in findings)
+        for name, findings in stored.items()
+    }
+    requested = [sizes[config.name] for config in REQUESTED]
+    assert 0.9 * REQUESTED_BYTES < sum(requested) <= 1.01 * REQUESTED_BYTES
+    assert min(requested) > 0.9 * max(requested)
+    assert len(stored["non_finite_values"]) == counted["requested-0"] == 300
+    assert stored["requested-0"] == stored["non_finite_values"][: len(stored["requested-0"])]
+
+    monkeypatch.setattr(judging, "FINDINGS_BYTES", 100_000)
+    driven.judge(run_id, recording.write_rows(1, [Row(step, long, [NAN]) for step in range(300, 400)]))
+    more, counted = _of_requested(driven)
+    added = more["non_finite_values"][300:]
+    assert 1 < len(added) < 20
+    assert sum(len(json.dumps(finding, ensure_ascii=False).encode()) for finding in added) <= 101_000
+    assert counted["non_finite_values"] == 400
+
+
+def test_findings_are_serialized_before_the_transaction_that_writes_them(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording, run_id = driven.begin(REQUESTED)
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(0)))
+    serialize = Finding.model_dump_json
+    with statements(driven.service.database) as executed:
+
+        def noted(finding: Finding) -> str:
+            executed.append("serialize")
+            return serialize(finding)
+
+        monkeypatch.setattr(Finding, "model_dump_json", noted)
+        driven.evaluate(run_id)
+    (write,) = [index for index, statement in enumerate(executed) if "INSERT INTO findings" in statement]
+    before = executed[:write]
+    assert before.count("serialize") == len(driven.findings()) == 8 * 4
+    last = write - before[::-1].index("serialize")
+    assert any("UPDATE runs" in statement for statement in before[last:]), "the transaction begins with it"
 
 
 def test_a_store_that_does_not_answer_is_told_and_tried_again(driven_sqlite: Driven, tmp_path: Path) -> None:
