@@ -200,6 +200,7 @@ def register(
     if origin == "recorder":
         check(requested)
     store = NamedStore.of(source.store, project)
+    owners, others = rule_configs.prepare(service.owner_rules), rule_configs.prepare(requested)
     with service.database.write() as session:
         named = find_place(session, service, project, store)
         placed = named or find_project(session, project).placed
@@ -217,7 +218,7 @@ def register(
                 f"run {project}/{run}: registered on store {row.place.location}, not on {named.place.location}",
                 "give the run another name, or continue it on its store",
             )
-        rule_configs.put_all(session, row, service.owner_rules, requested, origin)
+        rule_configs.put_all(session, row, owners, others, origin)
         session.execute(
             update(RunRow)
             .where(RunRow.id == row.id)

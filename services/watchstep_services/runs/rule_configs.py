@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
@@ -42,11 +45,33 @@ OVERRIDDEN = "retired-recorder"
 """Origin of a recorder's rule config that is not evaluated, because a config of its name replaces it."""
 
 
+@dataclass(frozen=True)
+class PreparedRule:
+    """A rule config with what its registration compares and stores.
+
+    Attributes:
+        config: the rule config.
+        data: it as data.
+        content: it as JSON without its actions.
+        needs: what it needs the workers to capture.
+    """
+
+    config: RuleConfig
+    data: dict[str, Any]
+    content: str
+    needs: tuple[CaptureNeed, ...]
+
+
+def prepare(configs: Iterable[RuleConfig]) -> tuple[PreparedRule, ...]:
+    """Prepare rule configs before a transaction, because all stops wait for the write lock of SQLite."""
+    return tuple(_prepared(config) for config in configs)
+
+
 def put_all(
     session: Session,
     run: RunRow,
-    owners: Sequence[RuleConfig],
-    requested: Sequence[RuleConfig],
+    owners: Sequence[PreparedRule],
+    requested: Sequence[PreparedRule],
     origin: Origin,
 ) -> None:
     """Set the owner's rule configs of a run, its project's, and the requested ones.
@@ -61,17 +86,15 @@ def put_all(
     rows = _config_rows(session, run)
     before = {name: row.data for name, row in rows.items()}
     if origin == "operator":
-        for config in requested:
-            _put(session, run, "operator", config, rows)
-    project_configs = of_project(session, run.project)
-    for config in project_configs:
-        _put(session, run, "project", config, rows)
+        _put(session, run, "operator", requested, rows)
+    of_run = of_project(session, run.project)
+    _put(session, run, "project", of_run, rows)
     _put_owners(session, run, owners, rows)
     if origin == "recorder":
-        existing = {_without_actions(config) for config in (*owners, *project_configs)}
-        for config in requested:
-            if _without_actions(config) not in existing:
-                _put(session, run, "recorder", config.without_inhibits(), rows)
+        existing = {rule.content for rule in (*owners, *of_run)}
+        new = [rule for rule in requested if rule.content not in existing]
+        requested = [_without_inhibits(rule) for rule in new]
+        _put(session, run, "recorder", requested, rows)
         # Configs of earlier requests are still evaluated.
         count = sum(kind in {"recorder", OVERRIDDEN} for kind, _ in rows)
         if count > MOST_RULES:
@@ -80,7 +103,7 @@ def put_all(
                 "have an operator remove some of the run's rules",
             )
     if {name: row.data for name, row in rows.items()} != before:
-        _request_needs(session, run, rows)
+        _request_needs(session, run, rows, (*owners, *of_run, *requested))
         if before:
             _fence(session, run)
 
@@ -90,6 +113,7 @@ def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
 
     A service that starts with another rule file, or with none, evaluates and stops by that file alone.
     """
+    prepared = prepare(owners)
     with database.read() as session:
         run_ids = list(session.execute(select(RunRow.id).where(RunRow.state.not_in(ENDED))).scalars())
     for run_id in run_ids:
@@ -97,17 +121,18 @@ def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
             run = session.get_one(RunRow, run_id)
             rows = _config_rows(session, run)
             before = {name: row.data for name, row in rows.items()}
-            _put_owners(session, run, owners, rows)
+            _put_owners(session, run, prepared, rows)
             if {name: row.data for name, row in rows.items()} != before:
-                _request_needs(session, run, rows)
+                _request_needs(session, run, rows, prepared)
                 _fence(session, run)
 
 
 def put_one(session: Session, run: RunRow, config: RuleConfig) -> None:
     """Set an operator's rule config of one run, which is evaluated from the next rows on; fences an evaluation in progress."""
     rows = _config_rows(session, run)
-    _put(session, run, "operator", config, rows)
-    _request_needs(session, run, rows)
+    rules = prepare([config])
+    _put(session, run, "operator", rules, rows)
+    _request_needs(session, run, rows, rules)
     _fence(session, run)
 
 
@@ -126,7 +151,7 @@ def in_force(session: Session, run: RunRow, name: str) -> RuleConfigRow | None:
     )
 
 
-def of_project(session: Session, project: str) -> list[RuleConfig]:
+def of_project(session: Session, project: str) -> list[PreparedRule]:
     """The rule configs of a project, by name; configs that this version cannot read are left out."""
     rows = session.execute(
         select(ProjectRule).filter_by(project=project).order_by(ProjectRule.name)
@@ -134,10 +159,26 @@ def of_project(session: Session, project: str) -> list[RuleConfig]:
     configs = []
     for row in rows:
         try:
-            configs.append(RuleConfig.model_validate(row.data))
+            configs.append(_prepared_of(json.dumps(row.data, sort_keys=True)))
         except ValueError:
             continue
     return configs
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared_of(data: str) -> PreparedRule:
+    return _prepared(RuleConfig.model_validate(json.loads(data)))
+
+
+def _prepared(config: RuleConfig) -> PreparedRule:
+    content = config.model_copy(update={"actions": ()}).model_dump_json(by_alias=True)
+    # A query needs no more than what is recorded by default, and checking it takes a process.
+    needs = () if config.rule == Sql.name else capture_needs([config])
+    return PreparedRule(config, config.as_data(), content, needs)
+
+
+def _without_inhibits(rule: PreparedRule) -> PreparedRule:
+    return _prepared(rule.config.without_inhibits()) if rule.config.inhibits else rule
 
 
 def _config_rows(session: Session, run: RunRow) -> _ConfigRows:
@@ -145,12 +186,26 @@ def _config_rows(session: Session, run: RunRow) -> _ConfigRows:
     return {(row.origin, row.name): row for row in rows}
 
 
-def _put(session: Session, run: RunRow, origin: Origin, config: RuleConfig, rows: _ConfigRows) -> None:
+def _put(
+    session: Session, run: RunRow, origin: Origin, rules: Sequence[PreparedRule], rows: _ConfigRows
+) -> None:
+    changed: list[int] = []
+    for rule in rules:
+        changed += _put_rule(session, run, origin, rule, rows)
+    if changed:
+        # Their states were accumulated under other parameters. One statement, because each first writes the changes so far.
+        session.execute(delete(RuleStateRow).where(RuleStateRow.config_id.in_(changed)))
+
+
+def _put_rule(
+    session: Session, run: RunRow, origin: Origin, rule: PreparedRule, rows: _ConfigRows
+) -> list[int]:
+    """Set one rule config; return the id of the row if it replaces other data."""
+    config, changed = rule.config, []
     if any((stronger, config.name) in rows for stronger in _REPLACED_BY[origin]):
         if origin == "recorder":
-            _put_overridden(session, run, config, rows)
-        return
-    data = config.as_data()
+            _put_overridden(session, run, rule, rows)
+        return []
     overridden = rows.pop((OVERRIDDEN, config.name), None) if origin == "recorder" else None
     if overridden is not None:
         overridden.origin = origin
@@ -159,14 +214,18 @@ def _put(session: Session, run: RunRow, origin: Origin, config: RuleConfig, rows
     stops = config.stops and origin == "owner"
     if existing is None:
         row = RuleConfigRow(
-            run_id=run.id, origin=origin, name=config.name, rule=config.rule, data=data, granted_stop=stops
+            run_id=run.id,
+            origin=origin,
+            name=config.name,
+            rule=config.rule,
+            data=rule.data,
+            granted_stop=stops,
         )
         session.add(row)
         rows[origin, config.name] = row
-    elif existing.data != data:
-        existing.data, existing.rule, existing.granted_stop = data, config.rule, stops
-        # Its state was accumulated under other parameters.
-        session.execute(delete(RuleStateRow).where(RuleStateRow.config_id == existing.id))
+    elif existing.data != rule.data:
+        existing.data, existing.rule, existing.granted_stop = rule.data, config.rule, stops
+        changed.append(existing.id)
     for weaker, stronger in _REPLACED_BY.items():
         if origin in stronger and (weaker, config.name) in rows:
             row = rows.pop((weaker, config.name))
@@ -175,27 +234,24 @@ def _put(session: Session, run: RunRow, origin: Origin, config: RuleConfig, rows
                 rows[OVERRIDDEN, config.name] = row
             else:
                 _retire(row)
+    return changed
 
 
-def _put_owners(session: Session, run: RunRow, owners: Sequence[RuleConfig], rows: _ConfigRows) -> None:
-    for config in owners:
-        _put(session, run, "owner", config, rows)
-    names = {config.name for config in owners}
+def _put_owners(session: Session, run: RunRow, owners: Sequence[PreparedRule], rows: _ConfigRows) -> None:
+    _put(session, run, "owner", owners, rows)
+    names = {rule.config.name for rule in owners}
     for origin, name in [key for key in rows if key[0] == "owner" and key[1] not in names]:
         _retire(rows.pop((origin, name)))
 
 
-def _put_overridden(session: Session, run: RunRow, config: RuleConfig, rows: _ConfigRows) -> None:
+def _put_overridden(session: Session, run: RunRow, rule: PreparedRule, rows: _ConfigRows) -> None:
+    config = rule.config
     row = rows.get((OVERRIDDEN, config.name))
     if row is None:
         row = RuleConfigRow(run_id=run.id, origin=OVERRIDDEN, name=config.name, granted_stop=False)
         session.add(row)
         rows[OVERRIDDEN, config.name] = row
-    row.rule, row.data = config.rule, config.as_data()
-
-
-def _without_actions(config: RuleConfig) -> str:
-    return config.model_copy(update={"actions": ()}).model_dump_json(by_alias=True)
+    row.rule, row.data = config.rule, rule.data
 
 
 def _retire(row: RuleConfigRow) -> None:
@@ -205,18 +261,31 @@ def _retire(row: RuleConfigRow) -> None:
     row.data = {**row.data, "actions": []}
 
 
-def _request_needs(session: Session, run: RunRow, rows: _ConfigRows) -> None:
+def _request_needs(
+    session: Session, run: RunRow, rows: _ConfigRows, prepared: Sequence[PreparedRule] = ()
+) -> None:
     """State in the control document what the evaluated rule configs need the workers to capture.
 
     A config that cannot be read now, because it is of another version or its program cannot be run, keeps its stated needs.
+
+    Args:
+        session: the transaction.
+        run: the run.
+        rows: its rule configs.
+        prepared: rule configs that need not be read from their rows.
     """
     stated = {need.rule: need for need in ControlDocument.from_data(run.control).needs}
+    by_name: dict[str, list[PreparedRule]] = {}
+    for rule in prepared:
+        by_name.setdefault(rule.config.name, []).append(rule)
     needs: list[CaptureNeed] = []
     for (origin, name), row in rows.items():
         if origin.startswith("retired") or row.rule == Sql.name:
             continue  # a query needs no more than what is recorded by default, and checking it takes a process
-        config = load_config(row, None).config
-        if config is not None:
+        known = next((rule for rule in by_name.get(name, ()) if rule.data == row.data), None)
+        if known is not None:
+            needs += known.needs
+        elif (config := load_config(row, None).config) is not None:
             needs += capture_needs([config])
         elif name in stated:
             needs.append(stated[name])

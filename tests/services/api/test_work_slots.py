@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,14 +12,17 @@ from typing import Any
 import httpx
 import pytest
 from anyio import to_thread
+from sqlalchemy import event
 
 from tests.services.api.conftest import Api
 from tests.services.channels.http_server import http_server, stall
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.sandbox.pool import POOL, BusyError
 from watchstep_rules.custom.sandbox.process import StartError
 from watchstep_rules.custom.sql import rule as sql_rule
 from watchstep_rules.custom.sql.process import SqlProgram, checked
 from watchstep_services.auth import Role
+from watchstep_services.runs import registration
 
 RUNS = "/v1/projects/vision/runs"
 RULE = {"rule": "sql", "name": "mine", "params": {"query": "SELECT tensor FROM statistics WHERE l2 > 7"}}
@@ -69,6 +72,86 @@ def test_rule_checks_of_a_project_block_no_other_request(api: Api, monkeypatch: 
         assert api.status("GET", RUNS) == 200
         assert api.client.get("/healthz").status_code == 200
     assert api.status("POST", RUNS, {"run": "second", "rules": [RULE]}) == 200
+
+
+def test_a_project_has_one_registration_with_rules_at_a_time(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = [{"rule": "overfit"}]
+    entered, released = threading.Event(), threading.Event()
+    check = registration.check
+
+    def blocking(requested: Sequence[RuleConfig]) -> None:
+        if requested and not entered.is_set():
+            entered.set()
+            assert released.wait(60)
+        check(requested)
+
+    monkeypatch.setattr(registration, "check", blocking)
+    mine: dict[str, Any] = {"role": "recorder", "project": "vision"}
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(api.call, "POST", RUNS, {"run": "first", "rules": rules}, **mine)
+        try:
+            assert entered.wait(60)
+            refused = api.call("POST", RUNS, {"run": "second", "rules": rules}, **mine)
+            assert (refused.status_code, refused.headers.get("retry-after")) == (429, "1")
+            assert "too many registrations with rules of project vision" in refused.text
+            assert api.status("POST", RUNS, {"run": "plain"}, **mine) == 200
+            others = "/v1/projects/language/runs"
+            assert api.status("POST", others, {"run": "other", "rules": rules}) == 200
+        finally:
+            released.set()
+        assert first.result(60).status_code == 200
+    assert api.status("POST", RUNS, {"run": "second", "rules": rules}, **mine) == 200
+
+
+def test_a_registration_prepares_its_rules_before_the_transaction(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = api.driven.service.database
+    write, dump = type(database).write, RuleConfig.model_dump
+    open_transactions: list[int] = []
+    dumped_in: list[int] = []
+    statements: list[str] = []
+
+    @contextmanager
+    def observed(self: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
+        with write(self, *arguments, **options) as session:
+            open_transactions.append(1)
+            try:
+                yield session
+            finally:
+                open_transactions.pop()
+
+    def dumped(self: RuleConfig, **options: Any) -> Any:
+        dumped_in.append(len(open_transactions))
+        return dump(self, **options)
+
+    def execute(_connection: Any, _cursor: Any, statement: str, *_others: Any) -> None:
+        if open_transactions:
+            statements.append(statement)
+
+    def register(count: int, steps: int) -> list[str]:
+        statements.clear()
+        rules = [
+            {"rule": "overfit", "name": f"r{number}", "keep_firing": {"steps": steps + number}}
+            for number in range(count)
+        ]
+        body = {"run": f"of-{count}", "rules": rules}
+        assert api.status("POST", RUNS, body, role="recorder", project="vision") == 200
+        return list(statements)
+
+    for count in (1, 5):
+        register(count, 10)
+    monkeypatch.setattr(type(database), "write", observed)
+    monkeypatch.setattr(RuleConfig, "model_dump", dumped)
+    event.listen(database.engine, "before_cursor_execute", execute)
+    one, five, same = register(1, 20), register(5, 20), register(5, 20)
+    event.remove(database.engine, "before_cursor_execute", execute)
+    assert dumped_in
+    assert not any(dumped_in)
+    assert len(five) == len(one)
+    assert not any("rule_" in statement for statement in same if not statement.startswith("SELECT"))
 
 
 def test_a_recorders_rules_are_counted_before_any_is_checked(

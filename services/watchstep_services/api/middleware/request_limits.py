@@ -169,6 +169,10 @@ def _too_large(most: int) -> tuple[str, str]:
 _TESTS_OF_PROJECT, _TESTS = 2, 6
 _STORE_CHECKS_OF_PROJECT, _STORE_CHECKS = 2, 4
 
+_REGISTRATIONS_OF_PROJECT, _REGISTRATIONS = 1, 4
+"""Registrations with rules. A hundred rules take some tenths of a second of the interpreter and the database's write lock, for which the
+stops of all projects wait."""
+
 
 @dataclass(frozen=True)
 class WorkSlots:
@@ -178,11 +182,13 @@ class WorkSlots:
         rule_checks: checks of rules in a separate process; one project may use half of these processes.
         receiver_tests: tests of receivers.
         store_checks: checks of stores.
+        registrations: registrations of runs with rules.
     """
 
     rule_checks: Slots
     receiver_tests: Slots
     store_checks: Slots
+    registrations: Slots
 
     @classmethod
     def of_process(cls) -> WorkSlots:
@@ -192,6 +198,7 @@ class WorkSlots:
             Slots(max(1, processes // 2), max(2, processes), "rule checks"),
             Slots(_TESTS_OF_PROJECT, _TESTS, "receiver tests"),
             Slots(_STORE_CHECKS_OF_PROJECT, _STORE_CHECKS, "store checks"),
+            Slots(_REGISTRATIONS_OF_PROJECT, _REGISTRATIONS, "registrations with rules"),
         )
 
     def checked_rules(self, project: str, rules: Sequence[Any]) -> tuple[RuleConfig, ...]:
@@ -202,9 +209,23 @@ class WorkSlots:
             RequestRefusedError: 429; too many checks are in progress.
             RuleError: the rule configs are not valid.
         """
-        kinds = [rule.get("rule") for rule in rules if isinstance(rule, dict)]
-        with self.checking(project, kinds):
-            return rule_file.check({"rules": list(rules)}, "of the request")
+        with self.checking(project, _kinds_in(rules)):
+            return check_rules(rules)
+
+    def registering(self, project: str, rules: Sequence[Any]) -> AbstractContextManager[object]:
+        """Return a context in which the rule configs of a registration may be checked and the run registered.
+
+        Rules that are checked in a separate process have the slot of the check; other rules that of a registration.
+
+        Raises:
+            RequestRefusedError: 429; another registration with rules, or too many checks, are in progress.
+        """
+        kinds = _kinds_in(rules)
+        return (
+            self.registrations.acquire(project)
+            if rules and not _has_process(kinds)
+            else self.checking(project, kinds)
+        )
 
     def checking(self, project: str, kinds: Sequence[object]) -> AbstractContextManager[object]:
         """Return a context in which rules may be checked: with a slot if the check of one of them needs a separate process.
@@ -212,9 +233,27 @@ class WorkSlots:
         Raises:
             RequestRefusedError: 429; too many checks are in progress.
         """
-        if any(isinstance(name, str) and name in KINDS for name in kinds):
+        if _has_process(kinds):
             return self.rule_checks.acquire(project)
         return nullcontext()
+
+
+def check_rules(rules: Sequence[Any]) -> tuple[RuleConfig, ...]:
+    """Check the rule configs of a request like those of a rule file, in a context of `WorkSlots.registering`.
+
+    Raises:
+        BusyError: a query cannot be checked now.
+        RuleError: the rule configs are not valid.
+    """
+    return rule_file.check({"rules": list(rules)}, "of the request")
+
+
+def _kinds_in(rules: Sequence[Any]) -> list[object]:
+    return [rule.get("rule") for rule in rules if isinstance(rule, dict)]
+
+
+def _has_process(kinds: Sequence[object]) -> bool:
+    return any(isinstance(name, str) and name in KINDS for name in kinds)
 
 
 async def _work_slots(request: Request) -> WorkSlots:

@@ -19,7 +19,7 @@ from watchstep_rules.custom.python_rule import NOT_FROM_RECORDERS, no_programs
 from watchstep_services.api.lookup import find_run, unknown_run
 from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.idempotency import Once
-from watchstep_services.api.middleware.request_limits import Working
+from watchstep_services.api.middleware.request_limits import Working, check_rules
 from watchstep_services.api.routes.rules import rules_of
 from watchstep_services.api.schemas.filters import Phase, Since, States, Until, between, one_of
 from watchstep_services.api.schemas.models import (
@@ -80,12 +80,13 @@ def register_run(
         check_name("attempt", body.attempt)
     if not operator:
         registration.check_counts(body.rules)
-    with no_programs("" if operator else NOT_FROM_RECORDERS):
-        rules = slots.checked_rules(project, body.rules)
     job = _handle(body.job) if body.job is not None else None  # refused before anything is written
     origin: Origin = "operator" if operator else "recorder"
     source = RunOrigin(body.store, caller.token if operator else "")
-    run_id = register(service, project, body.run, rules, origin, source)
+    with slots.registering(project, body.rules):
+        with no_programs("" if operator else NOT_FROM_RECORDERS):
+            rules = check_rules(body.rules)
+        run_id = register(service, project, body.run, rules, origin, source)
     if body.allow_stop:
         _allow(service, project, rules, caller.who, body.allow_stop)
     if job is not None:
