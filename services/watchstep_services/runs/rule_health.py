@@ -7,15 +7,20 @@ programs have data for all of them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import select
+from pydantic import ValidationError
+from sqlalchemy import Text, select
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
+from sqlalchemy.sql.functions import FunctionElement
 
 from watchstep.format.tensors import ACTIVATIONS
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.alert import AlertMemory
 from watchstep_rules.engine.judge import RuleHealth, RuleMemory
 from watchstep_services.core.events import EventType, make_event
 from watchstep_services.db.models import RuleConfigRow, RuleStateRow, RunRow
@@ -31,6 +36,52 @@ _KINDS: dict[RuleHealth, EventType] = {
     RuleHealth.NO_DATA: "io.watchstep.rule.no_data",
     RuleHealth.ERROR: "io.watchstep.rule.error",
 }
+
+
+_SHOWN = (("health",), ("problem",), ("evaluated_rows",), ("alert", "phase"), ("state", "isolation"))
+
+
+class shown_state(FunctionElement[str]):  # noqa: N801 - reads as the SQL function that it is
+    """The parts of a stored rule state that pages show, as a JSON list; null for a text that is no JSON object.
+
+    The database extracts them: the states of one attempt can have 32 MB, and parsing them in Python takes ten times as much memory and
+    keeps the interpreter from all other threads.
+    """
+
+    type = Text()
+    inherit_cache = True
+
+
+@compiles(shown_state, "sqlite")
+def _sqlite(element: shown_state, compiler: Any, **options: Any) -> str:
+    state = compiler.process(element.clauses, **options)
+    paths = ", ".join(f"'$.{'.'.join(path)}'" for path in _SHOWN)
+    return f"CASE WHEN json_valid({state}) THEN json_extract({state}, {paths}) END"
+
+
+@compiles(shown_state, "postgresql")
+def _postgresql(element: shown_state, compiler: Any, **options: Any) -> str:
+    state = compiler.process(element.clauses, **options)
+    parts = ", ".join("parsed" + "".join(f" -> '{key}'" for key in path) for path in _SHOWN)
+    # OFFSET keeps the planner from parsing the text once for each part.
+    once = f"SELECT CAST({state} AS json) AS parsed OFFSET 0"
+    return f"CASE WHEN left({state}, 1) = '{{' THEN (SELECT CAST(json_build_array({parts}) AS text) FROM ({once}) AS one) END"  # noqa: S608 - of columns and constants
+
+
+def shown_memory(shown: str | None) -> RuleMemory:
+    """Return a rule state with only the parts of `shown_state`; an empty, damaged or outdated one begins anew."""
+    if not shown:
+        return RuleMemory()
+    health, problem, rows, phase, isolation = json.loads(shown)
+    memory = {"health": health, "problem": problem, "evaluated_rows": rows}
+    try:
+        return RuleMemory(
+            state=None if isolation is None else {"isolation": isolation},
+            alert=AlertMemory() if phase is None else AlertMemory(phase=phase),
+            **{name: value for name, value in memory.items() if value is not None},
+        )
+    except ValidationError:
+        return RuleMemory()
 
 
 def report_health(

@@ -47,7 +47,7 @@ from watchstep_services.db.models import (
     Silence,
 )
 from watchstep_services.notify.silences import active, covering, labels_of
-from watchstep_services.runs.rule_health import no_data_reason
+from watchstep_services.runs.rule_health import no_data_reason, shown_memory, shown_state
 from watchstep_services.runs.stops import stop_key
 from watchstep_services.service.judging import load_config
 
@@ -177,15 +177,17 @@ def _state(row: AlertInstanceRow, since: int, labels: Mapping[str, str]) -> Aler
 
 def _rule(session: Session, run: RunRow, row: AlertInstanceRow) -> FiredRule:
     config_row = session.get(RuleConfigRow, row.config_id)
-    state = session.get(RuleStateRow, (row.config_id, run.attempt))
+    shown = session.execute(
+        select(shown_state(RuleStateRow.state)).filter_by(config_id=row.config_id, attempt=run.attempt)
+    ).scalar_one_or_none()
     origin, config, parameters = "", {"name": row.name, "rule": row.rule}, {}
     health, problem = RuleHealth.NO_DATA.value, ""
     if config_row is not None:
-        loaded = load_config(config_row, None if state is None else state.state)
+        loaded, memory = load_config(config_row, None), shown_memory(shown)
         config = without_addresses(config_row.data)
         origin = "" if config_row.origin.startswith("retired") else config_row.origin
-        health, problem = loaded.memory.health.value, loaded.problem or loaded.memory.problem
-        if loaded.memory.health is RuleHealth.NO_DATA and not problem:
+        health, problem = memory.health.value, loaded.problem or memory.problem
+        if memory.health is RuleHealth.NO_DATA and not problem:
             problem = no_data_reason(run.health, loaded.config)
         if loaded.config is not None:
             parameters = loaded.config.parameters.model_dump(mode="json")

@@ -24,9 +24,9 @@ from watchstep_services.api.schemas.rule_pages import (
 )
 from watchstep_services.db.models import AlertInstanceRow, ProjectRule, RuleConfigRow, RuleStateRow, RunRow
 from watchstep_services.notify.directory import known_receivers
-from watchstep_services.runs.rule_health import no_data_reason
+from watchstep_services.runs.rule_health import no_data_reason, shown_memory, shown_state
 from watchstep_services.service.context import Service
-from watchstep_services.service.judging import load_config, memory_of
+from watchstep_services.service.judging import load_config
 
 _MOST_LISTED = 5
 _MAX_PROBLEM = 500
@@ -56,11 +56,11 @@ class _RuleRecord:
     runs: list[str] = field(default_factory=list)
     alerts: list[RuleAlertLink] = field(default_factory=list)
 
-    def add_state(self, run: RunRow, row: RuleConfigRow, state: str | None) -> None:
-        """Add the rule config's state on a run."""
+    def add_state(self, run: RunRow, row: RuleConfigRow, shown: str | None) -> None:
+        """Add the shown part of the rule config's state on a run (`shown_state`)."""
         self.row = self.row or row
         self.runs.append(run.run)
-        memory = memory_of(state)
+        memory = shown_memory(shown)
         name = memory.health.value
         self.health[name] = self.health.get(name, 0) + 1
         if memory.health is RuleHealth.ERROR:
@@ -124,7 +124,7 @@ def _read_records(session: Session, newest: Sequence[RunRow]) -> dict[_Key, _Rul
     """Return what the newest runs say about each rule config, by origin and name."""
     by_id = {run.id: run for run in newest}
     configs = session.execute(
-        select(RuleConfigRow, RunRow.id, RuleStateRow.state)
+        select(RuleConfigRow, RunRow.id, shown_state(RuleStateRow.state))
         .join(RunRow, RunRow.id == RuleConfigRow.run_id)
         .outerjoin(
             RuleStateRow,
@@ -135,9 +135,9 @@ def _read_records(session: Session, newest: Sequence[RunRow]) -> dict[_Key, _Rul
     ).all()
     records: dict[_Key, _RuleRecord] = {}
     keys: dict[int, _Key] = {}
-    for row, run_id, state in configs:
+    for row, run_id, shown in configs:
         key = keys[row.id] = ("" if row.origin in _FOR_NEW_RUNS else row.origin, row.name)
-        records.setdefault(key, _RuleRecord()).add_state(by_id[run_id], row, state)
+        records.setdefault(key, _RuleRecord()).add_state(by_id[run_id], row, shown)
     alerts = session.execute(
         select(AlertInstanceRow)
         .where(AlertInstanceRow.run_id.in_(list(by_id)))

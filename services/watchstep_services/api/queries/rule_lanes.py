@@ -22,8 +22,8 @@ from watchstep_rules.engine.judge import RuleHealth, RuleMemory
 from watchstep_services.api.queries.run_events import RunEvent, VisibleSteps
 from watchstep_services.api.schemas.run_pages import LaneInterval, LaneState, RuleLane
 from watchstep_services.db.models import AlertRow, RuleConfigRow, RuleStateRow, RunRow
-from watchstep_services.runs.rule_health import no_data_reason
-from watchstep_services.service.judging import load_config, memory_of
+from watchstep_services.runs.rule_health import no_data_reason, shown_memory, shown_state
+from watchstep_services.service.judging import load_config
 
 _MAX_ATTEMPTS = 8
 """Newest attempts whose rule states are read; those of earlier ones only show in events."""
@@ -37,7 +37,7 @@ class LaneRows:
 
     Attributes:
         configs: rule configs, also those that are not evaluated any more.
-        memories: (rule config, attempt) → rule state.
+        memories: (rule config, attempt) → the shown part of the rule state (`shown_memory`).
         alerts: (rule config, attempt) → alert.
     """
 
@@ -61,14 +61,13 @@ def read_lane_rows(session: Session, run: RunRow, attempts: Sequence[str]) -> La
         ).scalars()
     )
     ids = [config.id for config in configs]
-    states = select(RuleStateRow).where(RuleStateRow.config_id.in_(ids), RuleStateRow.attempt.in_(chosen))
+    states = select(RuleStateRow.config_id, RuleStateRow.attempt, shown_state(RuleStateRow.state)).where(
+        RuleStateRow.config_id.in_(ids), RuleStateRow.attempt.in_(chosen)
+    )
     alerts = select(AlertRow).where(AlertRow.run_id == run.id, AlertRow.attempt.in_(chosen))
     return LaneRows(
         configs,
-        {
-            (state.config_id, state.attempt): memory_of(state.state)
-            for state in session.execute(states).scalars()
-        },
+        {(config_id, attempt): shown_memory(shown) for config_id, attempt, shown in session.execute(states)},
         {(alert.config_id, alert.attempt): alert for alert in session.execute(alerts).scalars()},
     )
 

@@ -95,7 +95,7 @@ def get_alert_page(
     The ETag is known before the statistics are read.
     """
     service = queries.service
-    with service.database.read() as session:
+    with queries.slots.acquire(project), service.database.read() as session:
         row = find_run(session, project, run)
         run_records = read_records(session, service.base_url, row)
         alert = find_alert(session, project, run, fingerprint)

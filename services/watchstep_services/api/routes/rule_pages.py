@@ -12,9 +12,10 @@ from watchstep.format.layout import check_name
 from watchstep_rules.config.rule_config import NAME_LENGTH
 from watchstep_rules.registry import KINDS
 from watchstep_rules.rule_files.checks import ConfigCheck, Remark, check_config_text
-from watchstep_services.api.middleware.access import Caller, Served, permits
+from watchstep_services.api.middleware.access import Caller, permits
 from watchstep_services.api.middleware.request_limits import Working
 from watchstep_services.api.queries.project_rules import parameters_of, read_rule_table
+from watchstep_services.api.queries.state import Querying
 from watchstep_services.api.routes.rules import shown_config
 from watchstep_services.api.schemas.rule_pages import RuleCheck, RuleRemark, RuleTable
 
@@ -28,7 +29,7 @@ router = APIRouter(prefix="/v1/projects/{project}", tags=["rule configs"])
 @permits("read")
 def get_rule_table(
     project: str,
-    service: Served,
+    queries: Querying,
     caller: Caller,
     runs: Annotated[
         int,
@@ -37,7 +38,8 @@ def get_rule_table(
 ) -> RuleTable:
     """Return the rule configs that new runs get, the project's before the owner's, and those that were set for single runs."""
     operates = caller.may("operate")
-    with service.database.read() as session:
+    service = queries.service
+    with queries.slots.acquire(project), service.database.read() as session:
         table = read_rule_table(service, session, project, runs, operates=operates)
     shown = [fact.model_copy(update={"config": shown_config(fact.config, caller)}) for fact in table.rules]
     return table.model_copy(update={"rules": shown})

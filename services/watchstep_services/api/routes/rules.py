@@ -30,6 +30,7 @@ from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.etags import IfMatch, IfNoneMatch, require_absent, require_match, tag
 from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.middleware.request_limits import Working, WorkSlots
+from watchstep_services.api.queries.state import Querying
 from watchstep_services.api.schemas.models import (
     BacktestInput,
     BacktestOutput,
@@ -50,10 +51,10 @@ from watchstep_services.notify.directory import known_receivers
 from watchstep_services.runs import rule_configs
 from watchstep_services.runs.registration import ensure_project
 from watchstep_services.runs.rule_configs import OVERRIDDEN, STRONGER_THAN_RECORDERS
-from watchstep_services.runs.rule_health import no_data_reason
+from watchstep_services.runs.rule_health import no_data_reason, shown_memory, shown_state
 from watchstep_services.runs.stops import permission_for
 from watchstep_services.service.context import Service
-from watchstep_services.service.judging import load_config, memory_of
+from watchstep_services.service.judging import load_config
 
 router = APIRouter(prefix="/v1/rules", tags=["rules"])
 
@@ -144,7 +145,7 @@ def checked(slots: WorkSlots, project: str, name: str, body: dict[str, Any]) -> 
 def rules_of(service: Service, session: Session, run: RunRow, caller: AuthenticatedCaller) -> list[RuleState]:
     """Return the rule configs that evaluate a run, oldest first, with their states on its newest attempt."""
     rows = session.execute(
-        select(RuleConfigRow, RuleStateRow)
+        select(RuleConfigRow, shown_state(RuleStateRow.state), RuleStateRow.findings)
         .outerjoin(
             RuleStateRow, (RuleStateRow.config_id == RuleConfigRow.id) & (RuleStateRow.attempt == run.attempt)
         )
@@ -159,9 +160,9 @@ def rules_of(service: Service, session: Session, run: RunRow, caller: Authentica
     }
     receivers = known_receivers(service, session, run.project)
     states = []
-    for row, state_row in rows:
+    for row, shown, findings in rows:
         config = load_config(row, None).config
-        memory = memory_of(None if state_row is None else state_row.state)
+        memory = shown_memory(shown)
         states.append(
             RuleState(
                 name=row.name,
@@ -174,7 +175,7 @@ def rules_of(service: Service, session: Session, run: RunRow, caller: Authentica
                 or (no_data_reason(run.health, config) if memory.health is RuleHealth.NO_DATA else ""),
                 warnings=[] if config is None else service.unknown_receivers(config, receivers),
                 evaluated_rows=memory.evaluated_rows,
-                findings=0 if state_row is None else state_row.findings,
+                findings=findings or 0,
                 phase=memory.alert.phase.value,
                 isolation=(memory.state or {}).get("isolation") if row.rule == Python.name else None,
                 overrides=[overridden[row.name]]
@@ -197,9 +198,10 @@ class RuleStateList(BaseModel):
 
 @run_rules_router.get("", summary="List rule configs of a run")
 @permits("read")
-def list_run_rules(project: str, run: str, service: Served, caller: Caller) -> RuleStateList:
+def list_run_rules(project: str, run: str, queries: Querying, caller: Caller) -> RuleStateList:
     """Return the rule configs that evaluate a run, with their states on its newest attempt."""
-    with service.database.read() as session:
+    service = queries.service
+    with queries.slots.acquire(project), service.database.read() as session:
         return RuleStateList(rules=rules_of(service, session, find_run(session, project, run), caller))
 
 

@@ -132,7 +132,7 @@ def get_overview(
     All lines have the columns of one grid. The ETag is known before the statistics are read.
     """
     service = queries.service
-    with service.database.read() as session:
+    with queries.slots.acquire(project), service.database.read() as session:
         records = read_records(session, service.base_url, find_run(session, project, run))
     location = run_store(service, project, run).location
     window = OverviewWindow(first, last, points, worker)

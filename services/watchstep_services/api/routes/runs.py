@@ -20,6 +20,7 @@ from watchstep_services.api.lookup import find_run, unknown_run
 from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.middleware.request_limits import Working, check_rules
+from watchstep_services.api.queries.state import Querying
 from watchstep_services.api.routes.rules import rules_of
 from watchstep_services.api.schemas.filters import Phase, Since, States, Until, between, one_of
 from watchstep_services.api.schemas.models import (
@@ -132,9 +133,10 @@ def list_runs(
 
 @router.get("/{run}", summary="Get a run")
 @permits("read")
-def get_run(project: str, run: str, service: Served, caller: Caller) -> RunOutput:
+def get_run(project: str, run: str, queries: Querying, caller: Caller) -> RunOutput:
     """Return state, alerts, job, rules and health of a run."""
-    return _read(service, project, run, caller)
+    with queries.slots.acquire(project):
+        return _read(queries.service, project, run, caller)
 
 
 @router.post(

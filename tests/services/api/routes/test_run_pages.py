@@ -18,7 +18,8 @@ from tests.services.recording import Value, exploding_from, healthy, nan_from
 from watchstep.format.documents import AttemptDocument, encode
 from watchstep.format.layout import attempt_document
 from watchstep.store.store import Store
-from watchstep_services.db.models import RunRow
+from watchstep_rules.engine.judge import RuleMemory
+from watchstep_services.db.models import RuleStateRow, RunRow
 from watchstep_services.dispatch.dispatch import dispatch
 
 PROJECT = "/v1/projects/vision"
@@ -390,3 +391,33 @@ def test_the_pages_on_each_database(driven: Driven) -> None:
     assert (page["alert"]["phase"], page["finding"]["step"]) == ("firing", 5)
     compared = api.get(f"{PROJECT}/comparison", runs="run-1,run-2")
     assert compared["divergences"][0]["first"]["step"] == 5
+
+
+def test_pages_read_no_whole_rule_state(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Api.of(driven)
+    judge(api, "run-1", nan_from(5), segments=1)
+    fingerprint = next(
+        lane["fingerprint"] for lane in api.get(f"{RUN}/overview")["lanes"] if lane["fingerprint"]
+    )
+    table = f"{PROJECT}/rule-table"
+    pages = (RUN, f"{RUN}/rules", f"{RUN}/overview", f"{RUN}/alerts/{fingerprint}/page", table)
+
+    def parsed(*_arguments: object, **_options: object) -> None:
+        raise AssertionError("a page parses a whole rule state")
+
+    monkeypatch.setattr(RuleMemory, "model_validate_json", parsed)
+    run, rules, overview, alert, shown = (api.get(page) for page in pages)
+    assert run["rules"] == rules["rules"]
+    rule = next(entry for entry in rules["rules"] if entry["name"] == alert["rule"]["name"])
+    assert (rule["health"], rule["phase"], rule["problem"]) == ("ok", "firing", "")
+    assert rule["evaluated_rows"] > 0
+    assert rule["findings"] > 0
+    lane = next(entry for entry in overview["lanes"] if entry["name"] == rule["name"])
+    assert (lane["health"], lane["phase"], alert["rule"]["health"]) == ("ok", "firing", "ok")
+    counts = next(entry["health"] for entry in shown["rules"] if entry["name"] == rule["name"])
+    assert counts == {"ok": 1, "no_data": 0, "error": 0}
+
+    driven.change(RuleStateRow, state="damaged")
+    run, rules, overview, alert, shown = (api.get(page) for page in pages)
+    assert {entry["health"] for entry in rules["rules"]} == {"no_data"}
+    assert alert["rule"]["health"] == "no_data"

@@ -34,6 +34,8 @@ from watchstep_services.api.queries.state import Slots
 from watchstep_services.api.schemas.problems import RequestRefusedError
 
 RUN = "/v1/projects/vision/runs/run-1"
+RUNS = "/v1/projects/vision/runs"
+TABLE = "/v1/projects/vision/rule-table"
 GRADIENT = "second.weight:gradient"
 STEPS = 300
 ARROW = {"accept": "application/vnd.apache.arrow.stream"}
@@ -358,11 +360,15 @@ def test_concurrent_queries_of_a_project_are_limited(recorded: Api, monkeypatch:
     assert entered.wait(60)
     second = api.call("GET", place)
     assert (second.status_code, second.headers["retry-after"]) == (429, "1")
-    assert api.status("GET", RUN) == 200  # what is no query is answered meanwhile
+    # These read the rule states of a run, of up to 32 MB for each attempt.
+    for query in (RUN, f"{RUN}/rules", f"{RUN}/overview", f"{RUN}/alerts/{'0' * 32}/page", TABLE):
+        assert api.status("GET", query) == 429, query
+    assert api.status("GET", RUNS) == 200  # what is no query is answered meanwhile
     go.set()
     thread.join(60)
     assert first == [200]
-    assert api.status("GET", place) == 200
+    for query in (place, RUN, f"{RUN}/rules", f"{RUN}/overview", TABLE):
+        assert api.status("GET", query) == 200
 
 
 def test_queries_of_all_projects_leave_threads_for_other_requests() -> None:
