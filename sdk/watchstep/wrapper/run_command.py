@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -38,7 +40,13 @@ from watchstep.hook_arguments import ON_STOP, ON_STOP_WORDS
 from watchstep.platform.folders import absolute_path
 from watchstep.platform.process import ProcessIdentity, pid_namespace, record_process
 from watchstep.platform.terminal_text import printable
-from watchstep.platform.transport import SERVICE, ServiceAddress, ServiceRefusedError, UnreachableError
+from watchstep.platform.transport import (
+    SERVICE,
+    ServiceAddress,
+    ServiceRefusedError,
+    UnreachableError,
+    pause_seconds,
+)
 from watchstep.stopping import EXIT_TOMBSTONE
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
@@ -56,6 +64,10 @@ _ISOLATING = {"I", "S", "E"}
 _STORE_SECONDS = 15.0
 """How long a store may delay the program's start."""
 _SERVICE_SECONDS = 15.0
+_BUSY_SECONDS = 8.0
+"""For how long a launch repeats a registration that the service refuses with 429, as it does if many runs of a project start together."""
+
+_random = random.SystemRandom()  # does not change the state of the program's generator
 """How long a service may delay it: two requests, and finding its address."""
 
 _Result = TypeVar("_Result")
@@ -426,9 +438,19 @@ def _register(
         return pending, None, ()
 
     def registered() -> tuple[Registered, ControlDocument]:
-        answer = register(
-            operator, (launch.project, launch.run, launch.attempt), launch.store_url, rules, job
-        )
+        until, tries = time.monotonic() + _BUSY_SECONDS, 0
+        while True:
+            try:
+                answer = register(
+                    operator, (launch.project, launch.run, launch.attempt), launch.store_url, rules, job
+                )
+                break
+            except ServiceRefusedError as error:
+                tries += 1
+                pause = pause_seconds(tries, error.after_seconds) * _random.uniform(0.5, 1.5)
+                if error.status != HTTPStatus.TOO_MANY_REQUESTS or time.monotonic() + pause > until:
+                    raise
+            time.sleep(pause)
         if (store := store_in(answer.data)) is not None:
             require_store(identity, launch.store_url, *store)
         return answer, control_in(answer.data)

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -546,6 +548,40 @@ def test_bad_input_is_reported_in_two_lines(
     assert message in done.stderr
     assert "hint: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.ci
+def test_a_launch_repeats_a_registration_that_is_refused_for_now(tmp_path: Path) -> None:
+    busy = [429, 429]
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            status = busy.pop() if busy else 422
+            detail = {429: "too many registrations", 422: "the rules are not valid"}[status]
+            body = json.dumps(
+                {"type": "urn:watchstep:problem:refused", "detail": detail, "hint": "none"}
+            ).encode()
+            self.send_response(status)
+            self.send_header("Retry-After", "0")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        done = watchstep("run", "--store", tmp_path, "--require-service", "--service", url, "--", "true")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode != 0
+    assert "the rules are not valid" in done.stderr
+    assert busy == []
 
 
 @pytest.mark.release
