@@ -389,7 +389,7 @@ class ActivationHooks:
     def _hook_encoders(self) -> None:
         """Register the hooks in layers that compute other numbers in evaluation if they have hooks, for this pass, if they are trained."""
         for encoder, hook in self._encoder_hooks:
-            if encoder.training:
+            if encoder.training and not internals.is_compiled(encoder):
                 hook.register()
 
     def leave(self) -> None:
