@@ -44,7 +44,7 @@ class _VariableSet:
         return all(reference() is not None for reference in self._references)
 
 
-class _TapesBesideKeras:
+class _OwnTapes:
     """Gradients of tapes in a program whose recording is that of a Keras optimizer. They are not observed unless the optimizer gets them."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class TapeUpdates:
         self._graphs = GraphUpdates(self._open)
         self._sets: dict[tuple[int, ...], _VariableSet] = {}
         self._has_optimizers: bool | None = None
-        self._beside_keras: _TapesBesideKeras | None = None
+        self._own_tapes: _OwnTapes | None = None
         tape_calls.install()
         tape_calls.observe(self)
 
@@ -136,10 +136,10 @@ class TapeUpdates:
                 self._graphs.note(
                     "gradients of tapes are not recorded: the program has a Keras optimizer, whose updates watchstep.keras records"
                 )
-            elif self._beside_keras is None:
-                self._beside_keras = _TapesBesideKeras()
-            if self._beside_keras is not None:
-                self._beside_keras.differentiated()
+            elif self._own_tapes is None:
+                self._own_tapes = _OwnTapes()
+            if self._own_tapes is not None:
+                self._own_tapes.differentiated()
             return
         key = tuple(map(id, result.variables))
         source = self._sets.get(key)
@@ -173,8 +173,8 @@ class TapeUpdates:
     def close(self) -> None:
         """Stop observing."""
         tape_calls.forget(self)
-        if self._beside_keras is not None:
-            self._beside_keras.close()
+        if self._own_tapes is not None:
+            self._own_tapes.close()
         self._graphs.close()
         self._sets.clear()
 

@@ -200,7 +200,7 @@ def register(
     if origin == "recorder":
         check(requested)
     store = NamedStore.of(source.store, project)
-    owners, others = rule_configs.prepare(service.owner_rules), rule_configs.prepare(requested)
+    owners, others = rule_configs.encode(service.owner_rules), rule_configs.encode(requested)
     with service.database.write() as session:
         named = find_place(session, service, project, store)
         placed = named or find_project(session, project).placed

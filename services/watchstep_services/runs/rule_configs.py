@@ -46,7 +46,7 @@ OVERRIDDEN = "retired-recorder"
 
 
 @dataclass(frozen=True)
-class PreparedRule:
+class EncodedRule:
     """A rule config with what its registration compares and stores.
 
     Attributes:
@@ -62,16 +62,16 @@ class PreparedRule:
     needs: tuple[CaptureNeed, ...]
 
 
-def prepare(configs: Iterable[RuleConfig]) -> tuple[PreparedRule, ...]:
-    """Prepare rule configs before a transaction, because all stops wait for the write lock of SQLite."""
-    return tuple(_prepared(config) for config in configs)
+def encode(configs: Iterable[RuleConfig]) -> tuple[EncodedRule, ...]:
+    """Encode rule configs before a transaction, because all stops wait for the write lock of SQLite."""
+    return tuple(_encoded(config) for config in configs)
 
 
 def put_all(
     session: Session,
     run: RunRow,
-    owners: Sequence[PreparedRule],
-    requested: Sequence[PreparedRule],
+    owners: Sequence[EncodedRule],
+    requested: Sequence[EncodedRule],
     origin: Origin,
 ) -> None:
     """Set the owner's rule configs of a run, its project's, and the requested ones.
@@ -113,7 +113,7 @@ def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
 
     A service that starts with another rule file, or with none, evaluates and stops by that file alone.
     """
-    prepared = prepare(owners)
+    encoded = encode(owners)
     with database.read() as session:
         run_ids = list(session.execute(select(RunRow.id).where(RunRow.state.not_in(ENDED))).scalars())
     for run_id in run_ids:
@@ -121,16 +121,16 @@ def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
             run = session.get_one(RunRow, run_id)
             rows = _config_rows(session, run)
             before = {name: row.data for name, row in rows.items()}
-            _put_owners(session, run, prepared, rows)
+            _put_owners(session, run, encoded, rows)
             if {name: row.data for name, row in rows.items()} != before:
-                _request_needs(session, run, rows, prepared)
+                _request_needs(session, run, rows, encoded)
                 _fence(session, run)
 
 
 def put_one(session: Session, run: RunRow, config: RuleConfig) -> None:
     """Set an operator's rule config of one run, which is evaluated from the next rows on; fences an evaluation in progress."""
     rows = _config_rows(session, run)
-    rules = prepare([config])
+    rules = encode([config])
     _put(session, run, "operator", rules, rows)
     _request_needs(session, run, rows, rules)
     _fence(session, run)
@@ -151,7 +151,7 @@ def in_force(session: Session, run: RunRow, name: str) -> RuleConfigRow | None:
     )
 
 
-def of_project(session: Session, project: str) -> list[PreparedRule]:
+def of_project(session: Session, project: str) -> list[EncodedRule]:
     """The rule configs of a project, by name; configs that this version cannot read are left out."""
     rows = session.execute(
         select(ProjectRule).filter_by(project=project).order_by(ProjectRule.name)
@@ -159,26 +159,26 @@ def of_project(session: Session, project: str) -> list[PreparedRule]:
     configs = []
     for row in rows:
         try:
-            configs.append(_prepared_of(json.dumps(row.data, sort_keys=True)))
+            configs.append(_decoded(json.dumps(row.data, sort_keys=True)))
         except ValueError:
             continue
     return configs
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared_of(data: str) -> PreparedRule:
-    return _prepared(RuleConfig.model_validate(json.loads(data)))
+def _decoded(data: str) -> EncodedRule:
+    return _encoded(RuleConfig.model_validate(json.loads(data)))
 
 
-def _prepared(config: RuleConfig) -> PreparedRule:
+def _encoded(config: RuleConfig) -> EncodedRule:
     content = config.model_copy(update={"actions": ()}).model_dump_json(by_alias=True)
     # A query needs no more than what is recorded by default, and checking it takes a process.
     needs = () if config.rule == Sql.name else capture_needs([config])
-    return PreparedRule(config, config.as_data(), content, needs)
+    return EncodedRule(config, config.as_data(), content, needs)
 
 
-def _without_inhibits(rule: PreparedRule) -> PreparedRule:
-    return _prepared(rule.config.without_inhibits()) if rule.config.inhibits else rule
+def _without_inhibits(rule: EncodedRule) -> EncodedRule:
+    return _encoded(rule.config.without_inhibits()) if rule.config.inhibits else rule
 
 
 def _config_rows(session: Session, run: RunRow) -> _ConfigRows:
@@ -187,7 +187,7 @@ def _config_rows(session: Session, run: RunRow) -> _ConfigRows:
 
 
 def _put(
-    session: Session, run: RunRow, origin: Origin, rules: Sequence[PreparedRule], rows: _ConfigRows
+    session: Session, run: RunRow, origin: Origin, rules: Sequence[EncodedRule], rows: _ConfigRows
 ) -> None:
     changed: list[int] = []
     for rule in rules:
@@ -198,7 +198,7 @@ def _put(
 
 
 def _put_rule(
-    session: Session, run: RunRow, origin: Origin, rule: PreparedRule, rows: _ConfigRows
+    session: Session, run: RunRow, origin: Origin, rule: EncodedRule, rows: _ConfigRows
 ) -> list[int]:
     """Set one rule config; return the id of the row if it replaces other data."""
     config, changed = rule.config, []
@@ -237,14 +237,14 @@ def _put_rule(
     return changed
 
 
-def _put_owners(session: Session, run: RunRow, owners: Sequence[PreparedRule], rows: _ConfigRows) -> None:
+def _put_owners(session: Session, run: RunRow, owners: Sequence[EncodedRule], rows: _ConfigRows) -> None:
     _put(session, run, "owner", owners, rows)
     names = {rule.config.name for rule in owners}
     for origin, name in [key for key in rows if key[0] == "owner" and key[1] not in names]:
         _retire(rows.pop((origin, name)))
 
 
-def _put_overridden(session: Session, run: RunRow, rule: PreparedRule, rows: _ConfigRows) -> None:
+def _put_overridden(session: Session, run: RunRow, rule: EncodedRule, rows: _ConfigRows) -> None:
     config = rule.config
     row = rows.get((OVERRIDDEN, config.name))
     if row is None:
@@ -262,7 +262,7 @@ def _retire(row: RuleConfigRow) -> None:
 
 
 def _request_needs(
-    session: Session, run: RunRow, rows: _ConfigRows, prepared: Sequence[PreparedRule] = ()
+    session: Session, run: RunRow, rows: _ConfigRows, encoded: Sequence[EncodedRule] = ()
 ) -> None:
     """State in the control document what the evaluated rule configs need the workers to capture.
 
@@ -272,11 +272,11 @@ def _request_needs(
         session: the transaction.
         run: the run.
         rows: its rule configs.
-        prepared: rule configs that need not be read from their rows.
+        encoded: rule configs that need not be read from their rows.
     """
     stated = {need.rule: need for need in ControlDocument.from_data(run.control).needs}
-    by_name: dict[str, list[PreparedRule]] = {}
-    for rule in prepared:
+    by_name: dict[str, list[EncodedRule]] = {}
+    for rule in encoded:
         by_name.setdefault(rule.config.name, []).append(rule)
     needs: list[CaptureNeed] = []
     for (origin, name), row in rows.items():
