@@ -289,8 +289,7 @@ class Hook:
     ) -> None:
         """Start to record, with checked arguments."""
         address = ServiceAddress.from_environment()
-        if ATTEMPT in os.environ:
-            note_recorded()
+        note_recorded()
         ending.end_left()
         self._session = Session.begin(self.config, self._identity.worker, self._on_stop, first_step)
         self._health, self._recorder = self._session.health, self._session.recorder

@@ -16,6 +16,9 @@ from watchstep.platform.folders import PrivateFolder
 
 _log = logging.getLogger("watchstep")
 
+PROGRAM_PROCESS = "WATCHSTEP_PROGRAM_PROCESS"
+"""Id of the process that `watchstep run` becomes, set by it: only this one outlives the others, and can say that nothing was recorded."""
+
 _SUFFIX = ".claim"
 
 _held_by: list[int] = []
@@ -60,7 +63,9 @@ def claim_rank(report: Callable[[OSError], None]) -> bool:
 
 
 def note_recorded() -> None:
-    """Note that this process records, without a claim: the program does so itself."""
+    """Note that this process records, without a claim: the program does so itself. Only the end of `watchstep run` reads it."""
+    if PROGRAM_PROCESS not in os.environ:
+        return
     try:
         folder = PrivateFolder.open()
         try:

@@ -27,9 +27,6 @@ INJECTED = Path(__file__).parent / "injected"
 LAUNCHED = "WATCHSTEP_LAUNCHED"
 """The attempt that a launcher has registered with the service; ``watchstep run`` uses it and registers nothing."""
 
-PROGRAM_PROCESS = "WATCHSTEP_PROGRAM_PROCESS"
-"""Id of the process that `watchstep run` becomes, set by it: only this one outlives the others, and can say that nothing was recorded."""
-
 RESTARTS = "WATCHSTEP_RESTARTS"
 """How often a cluster has restarted the job, set by its backend: a suffix of the attempt's name."""
 

@@ -18,6 +18,7 @@ from watchstep import hook_arguments
 from watchstep.capture.document.files import CAPTURE, inline, inline_file, inline_from_environment
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
 from watchstep.capture.mirror.settings import MIRROR, mirror_of
+from watchstep.capture.rank_claim import PROGRAM_PROCESS
 from watchstep.capture.service.client import ServiceClient, lent, open_recorded, store_in
 from watchstep.capture.service.location import FoundService, ServiceLocation, local_folder
 from watchstep.capture.service.registration import LaunchState, Registered, control_in, register
@@ -52,7 +53,6 @@ from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
 from watchstep.wrapper.environment import (
     LAUNCHED,
-    PROGRAM_PROCESS,
     AttemptLaunch,
     environment,
     find_program,
