@@ -89,8 +89,8 @@ class _OwnTapes:
         if not recordings or self._calls != _CALLS_WITHOUT_UPDATE:
             return
         text = (
-            f"{self._calls} calls computed gradients of tapes, and no Keras optimizer got them: "
-            "updates that the program makes with them itself are not observed, and NaN in them stops nothing"
+            f"{self._calls} calls computed gradients of tapes without an update by a Keras optimizer: "
+            "updates that the program makes with them itself, if any, are not observed, and NaN in them stops nothing"
         )
         _log.warning("watchstep: %s", text)
         for recording in recordings:

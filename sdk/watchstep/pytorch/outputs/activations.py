@@ -158,7 +158,7 @@ class ActivationHooks:
             names: Names of the model's modules.
             kernel: Kernel for the measurements.
             passes: Decides which calls are recorded.
-            pass_hooks: Hooks of the model itself. Receives each hook at once, so that the hooks are also removed after an error halfway.
+            pass_hooks: Hooks of the model and of its layers. Receives each hook at once, so that the hooks are also removed after an error halfway.
             part_called: Bound method, called with the path and mode of each recorded call outside the model's own ``forward``.
         """
         self.live = LiveOutputs()

@@ -59,18 +59,32 @@ def solved(model: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def trained(step: Step, hook: Callable[[nn.Module, torch.optim.Optimizer], Hook] | None = None) -> nn.Module:
+def trained(
+    step: Step, store: Path | None = None, config: CaptureConfig = OVERLOADED
+) -> tuple[nn.Module, Hook | None]:
+    """Train a model, recorded to a store if there is one. Returns it and the closed hook."""
     model = Recurrent()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    opened = None if hook is None else hook(model, optimizer)
+    hook = None if store is None else watching(store, model, optimizer, run="r", config=config)
     for number in range(STEPS):
         x = torch.full((BATCH, WIDTH), 0.01 * number)
         optimizer.zero_grad()
         step(model, x).square().sum().backward()
         optimizer.step()
-    if opened is not None:
-        opened.close()
-    return model
+    if hook is not None:
+        hook.close()
+    return model, hook
+
+
+def recorded_alike(step: Step, store: Path) -> Hook:
+    """Train with and without a recording, which change the model alike and leave no hook on it. Returns the hook."""
+    model, hook = trained(step, store)
+    plain, _ = trained(step)
+    for watched_parameter, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(watched_parameter, parameter)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert hook is not None
+    return hook
 
 
 @pytest.mark.parametrize(
@@ -84,25 +98,16 @@ def trained(step: Step, hook: Callable[[nn.Module, torch.optim.Optimizer], Hook]
 def test_the_first_calls_of_each_pass_are_observed_where_hooks_cost_too_much(
     tmp_path: Path, step: Step, paused: str, calls: dict[str, int]
 ) -> None:
-    hooks: list[Hook] = []
-
-    def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Hook:
-        hooks.append(watching(tmp_path, model, optimizer, run="r", config=OVERLOADED))
-        return hooks[0]
-
-    model, plain = trained(step, watch), trained(step)
-    for watched_parameter, parameter in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(watched_parameter, parameter)
-    run = recorded(hooks[0])
+    hook = recorded_alike(step, tmp_path)
+    run = recorded(hook)
     for name, expected in calls.items():
         counts = run.tensor(name).statistics()["count"].to_pylist()
         of_all = CALLS if expected == MOST_CALLS else 1
         assert (counts[0], counts[-1]) == (of_all * BATCH * WIDTH, expected * BATCH * WIDTH)
         assert len(counts) == STEPS
-    note = hooks[0].health["notes"]["calls"]
+    note = hook.health["notes"]["calls"]
     assert f"first {MOST_CALLS} calls" in note
     assert f" of {paused}: " in note
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_calls_are_counted_anew_after_each_backward_pass(tmp_path: Path) -> None:
@@ -122,14 +127,9 @@ def test_calls_are_counted_anew_after_each_backward_pass(tmp_path: Path) -> None
 
 def test_all_calls_are_observed_without_a_budget(tmp_path: Path) -> None:
     config = CaptureConfig(overhead_budget=None, system=None)
-    hooks: list[Hook] = []
-
-    def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Hook:
-        hooks.append(watching(tmp_path, model, optimizer, run="r", config=config))
-        return hooks[0]
-
-    trained(by_the_model, watch)
-    counts = recorded(hooks[0]).tensor("cell:output").statistics()["count"].to_pylist()
+    _, hook = trained(by_the_model, tmp_path, config)
+    assert hook is not None
+    counts = recorded(hook).tensor("cell:output").statistics()["count"].to_pylist()
     assert counts == [CALLS * BATCH * WIDTH] * STEPS
 
 
@@ -161,32 +161,18 @@ def after_generating(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("step", [after_acting, after_acting_by_parts, after_generating])
 def test_a_pass_of_training_is_observed_after_many_passes_that_are_not(tmp_path: Path, step: Step) -> None:
-    hooks: list[Hook] = []
-
-    def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Hook:
-        hooks.append(watching(tmp_path, model, optimizer, run="r", config=OVERLOADED))
-        return hooks[0]
-
-    model, plain = trained(step, watch), trained(step)
-    for watched_parameter, parameter in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(watched_parameter, parameter)
-    run = recorded(hooks[0])
+    hook = recorded_alike(step, tmp_path)
+    run = recorded(hook)
     for name in ("cell:output", "last:output"):
         rows = run.tensor(name).statistics().to_pylist()
         assert [row["count"] for row in rows if row["mode"] == "train"] == [BATCH * WIDTH] * STEPS
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_passes_of_a_mode_with_a_fixed_cadence_are_all_observed(tmp_path: Path) -> None:
     every_pass = Collection(Cadence(every=1), modes={"eval": Cadence(every=1)})
     config = CaptureConfig(overhead_budget=1e-9, system=None, collections={"activations": every_pass})
-    hooks: list[Hook] = []
-
-    def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Hook:
-        hooks.append(watching(tmp_path, model, optimizer, run="r", config=config))
-        return hooks[0]
-
-    trained(after_generating, watch)
-    rows = recorded(hooks[0]).tensor("cell:output").statistics().to_pylist()
+    _, hook = trained(after_generating, tmp_path, config)
+    assert hook is not None
+    rows = recorded(hook).tensor("cell:output").statistics().to_pylist()
     observed = sum(row["count"] for row in rows if row["mode"] == "eval")
     assert observed == STEPS * (CALLS + 1) * BATCH * WIDTH
