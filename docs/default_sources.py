@@ -162,6 +162,14 @@ SOURCES: dict[str, dict[str, str]] = {
         "records": "ours: by chance a layer has no gradient at one step, but not the first layers at four steps",
         "warmup": "ours: a gradient in eight records is not there by chance",
     },
+    "resume_mismatch": {
+        "factor": "ours: above the change of a schedule within the ten steps of a loose match, below a decade of a decayed rate",
+        "scale": "ours: three halvings, which a scaler makes within some steps",
+        "losses": "ours: a median that two odd batches do not move",
+        "deviations": "Hampel 1974: three are unusual; ours: twice that, because other batches follow",
+        "rise": "ours: half",
+        "reference": "set when an attempt begins",
+    },
     "hyperparameter_jump": {
         "factor": "ours: a factor of ten; an alert also requires damage",
         "warmup": "ours: the number of losses that a robust spread needs",

@@ -1,4 +1,4 @@
-"""Reference runs: other runs of the project that an attempt is compared with, by statistics or by full tensors.
+"""References of an attempt: other runs of the project, or earlier attempts of its own run, compared by statistics or by full tensors.
 
 The service pins the references of an attempt when it evaluates the first rows: the newest attempt of each reference run, and the compared
 statistics of all of its rows until then, in an object that never changes. A backtest reads the same object. So the result does not depend on what
@@ -23,7 +23,7 @@ from watchstep.format.layout import RUN_DOCUMENT, check_name, references_documen
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import TensorInfo
 from watchstep.reading.budget import OverBudgetError, ReadBudget
-from watchstep.reading.columns import IDENTITY, Columns, Selection, batch_of, joined, needs_of
+from watchstep.reading.columns import IDENTITY, NO_CUT, Columns, Selection, batch_of, joined, needs_of
 from watchstep.reading.index import RunIndex
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
@@ -32,6 +32,7 @@ from watchstep_rules.engine.saved_tensors import OpenReference, ReferenceRun, Sa
 from watchstep_rules.signals.reference import (
     MOST_POINTS,
     MOST_TENSORS,
+    OWN_RUN,
     TRAINING_MODES,
     CheckedReference,
     ComparedRows,
@@ -62,6 +63,9 @@ _TRIES, _PAUSE_SECONDS = 3, 0.5
 
 _MEGABYTES = 256.0
 """Limit of the memory for the rows of one reference run."""
+
+_FIRST_STEPS, _STEPS_BEFORE, _STEPS_AFTER = 5, 1000, 20
+"""The steps of earlier attempts that are read for an attempt that begins at a later step: the first ones, and those around it."""
 
 _ROW_BYTES = 64
 """Memory of a row while rows are grouped by tensor: keys, their order, and the identity columns in that order."""
@@ -136,7 +140,8 @@ class PinnedReferences:
             if max(len(attempts), len(statistics), len(problems)) > _MAX_COMPARED:
                 raise ValueError(f"more than {_MAX_COMPARED} runs")  # noqa: TRY301 - reported like other damage
             for run, attempt in attempts.items():
-                check_name("run", run)
+                if run != OWN_RUN:
+                    check_name("run", run)
                 check_name("attempt", attempt)
             checked, left = {}, MAX_POINTS
             for name, reference in statistics.items():
@@ -194,9 +199,32 @@ StoreOf = Callable[[str], Store]
 """Returns the store of a run of the judged run's project, by the run's name."""
 
 
+@dataclass(frozen=True)
+class JudgedAttempt:
+    """An attempt whose rules compare it with other runs, or with earlier attempts of its run.
+
+    Attributes:
+        store: the store of its run.
+        attempt: the attempt.
+        first_step: its first step, for earlier attempts.
+    """
+
+    store: Store
+    attempt: str
+    first_step: int = 0
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First and last steps of the earlier rows to read: all if the attempt begins at 0, because it may have lost the number of its step."""
+        if not self.first_step:
+            return ((0, NO_CUT),)
+        around = max(0, self.first_step - _STEPS_BEFORE), self.first_step + _STEPS_AFTER
+        first = 0, min(_FIRST_STEPS, around[0]) - 1
+        return (around,) if first[1] < 0 else (first, around)
+
+
 def pin_references(
-    run_store: Store,
-    attempt: str,
+    judged: JudgedAttempt,
     configs: Iterable[RuleConfig],
     attempts: Mapping[str, str],
     check_running: Callable[[], None] = _continue,
@@ -207,10 +235,9 @@ def pin_references(
     Reads the reference runs, which may take `_SECONDS`.
 
     Args:
-        run_store: the store of the judged run.
-        attempt: its attempt.
+        judged: the attempt.
         configs: the rule configs.
-        attempts: the newest attempt of each run that has one.
+        attempts: the newest attempt of each run that has one; that of `OWN_RUN` is the one before.
         check_running: is called before each run; an exception that it raises ends the function.
         store_of: returns the store of a reference run; by default all runs of a project are on one store.
 
@@ -219,8 +246,8 @@ def pin_references(
     """
     compared = _compared(configs)
     if compared:
-        references = _read(store_of or _siblings_of(run_store), compared, attempts, check_running)
-        run_store.create(references_document(attempt), references.encode())
+        references = _read(store_of or _siblings_of(judged.store), compared, attempts, judged, check_running)
+        judged.store.create(references_document(judged.attempt), references.encode())
 
 
 def read_references(run_store: Store, attempt: str) -> PinnedReferences | None:
@@ -249,22 +276,28 @@ def readable_references(run_store: Store, attempt: str) -> PinnedReferences | No
         return PinnedReferences(damage=error.what)
 
 
-def current_references(run_store: Store, configs: Iterable[RuleConfig]) -> PinnedReferences:
-    """The references of rule configs as they are now, from the newest attempts of the reference runs.
+def current_references(run_store: Store, attempt: str, configs: Iterable[RuleConfig]) -> PinnedReferences:
+    """The references of an attempt's rule configs as they are now, from the newest attempts of the reference runs.
 
     Raises:
         StoreError: the store did not answer.
     """
     compared = _compared(configs)
-    attempts = {}
+    attempts, first_step = {}, 0
     for run in {entry.run for entry in compared}:
+        if run == OWN_RUN:
+            index = open_run(run_store).index
+            first_step = index.first_steps().get(attempt, 0)
+            if earlier := index.earlier_than(attempt).attempts():
+                attempts[run] = earlier[-1]
+            continue
         try:
             recorded = open_run(_store_of(run_store, run)).attempts
         except (NotFoundError, FormatError, BadNameError):
             continue  # reported as a run without an attempt
         if recorded:
             attempts[run] = recorded[-1]
-    return _read(_siblings_of(run_store), compared, attempts)
+    return _read(_siblings_of(run_store), compared, attempts, JudgedAttempt(run_store, attempt, first_step))
 
 
 def references_of(
@@ -287,8 +320,8 @@ def references_of(
     ]
     if not not_pinned:
         return pinned, notes
-    missing = {entry.run for entry in _compared(not_pinned)}
-    current = current_references(run_store, not_pinned)
+    missing = {entry.run for entry in _compared(not_pinned)} - {OWN_RUN}
+    current = current_references(run_store, attempt, not_pinned)
     if found := sorted(missing & current.attempts.keys()):
         notes.append(
             f"run {', '.join(found)} is compared with as it is now, because no references to it were stored when the attempt began"
@@ -362,6 +395,7 @@ def _read(
     store_of: StoreOf,
     compared: Sequence[Compared],
     attempts: Mapping[str, str],
+    own: JudgedAttempt,
     check_running: Callable[[], None] = _continue,
 ) -> PinnedReferences:
     """Read each reference run once, within one time limit for all of them."""
@@ -378,6 +412,9 @@ def _read(
         figures.setdefault(entry.run, []).extend([entry.figure] if entry.figure else [])
     for run, names in figures.items():
         check_running()
+        if run not in attempts and run == OWN_RUN:
+            problems[run] = ""  # the first attempt, or one that is not compared
+            continue
         if run not in attempts:
             problems[run] = f"run {run!r} has no attempt in this project"
             continue
@@ -386,7 +423,10 @@ def _read(
             continue
         try:
             # A generator, so that no more than the statistics within the limits are computed.
-            for figure, reference in _with_retries(store_of(run), names, deadline) if names else ():
+            part = own if run == OWN_RUN else None
+            for figure, reference in (
+                _with_retries(part.store if part else store_of(run), names, deadline, part) if names else ()
+            ):
                 encoded_bytes += len(json.dumps(reference))
                 points += reference.points
                 if encoded_bytes > _MAX_STATISTICS_BYTES or points > MAX_POINTS:
@@ -406,11 +446,11 @@ def _read(
 
 
 def _with_retries(
-    store: Store, figures: Sequence[str], deadline: float
+    store: Store, figures: Sequence[str], deadline: float, own: JudgedAttempt | None
 ) -> Iterator[tuple[str, CheckedReference]]:
     """Yield what `_statistics` does, and begin again if the store fails before the first one."""
     for number in range(1, _TRIES + 1):
-        computed = _statistics(store, figures, deadline)
+        computed = _statistics(store, figures, deadline, own)
         try:
             first = next(computed, None)
         except NotFoundError:
@@ -440,7 +480,7 @@ def _store_of(run_store: Store, run: str) -> Store:
 
 
 def _statistics(
-    run_store: Store, figures: Sequence[str], deadline: float
+    run_store: Store, figures: Sequence[str], deadline: float, own: JudgedAttempt | None
 ) -> Iterator[tuple[str, CheckedReference]]:
     """Statistics of the first tensors of a run in the model's order, losses and metrics first.
 
@@ -450,6 +490,7 @@ def _statistics(
         run_store: the run's store.
         figures: names of the statistics.
         deadline: time of `time.monotonic` until which they are read and computed.
+        own: the attempt whose earlier attempts are read; None for all attempts.
 
     Raises:
         NotFoundError, FormatError, OverBudgetError: they cannot be read within the limits.
@@ -460,8 +501,11 @@ def _statistics(
     budget = ReadBudget(max(0.0, deadline - time.monotonic()), _MEGABYTES)
     budget.check()
     index = RunIndex(run_store, budget).judged()
+    if own is not None:
+        index = index.earlier_than(own.attempt)
+    spans = own.spans if own else ((0, NO_CUT),)
     index.refresh()
-    block, values = index.consistently(lambda: _rows_of_run(index, figures, budget))
+    block, values = index.consistently(lambda: _rows_of_run(index, figures, budget, spans))
     budget = index.budget or budget
     budget.keep(_ROW_BYTES * len(block))
     compared = ComparedRows(block)
@@ -472,9 +516,9 @@ def _statistics(
 
 
 def _rows_of_run(
-    index: RunIndex, figures: Sequence[str], budget: ReadBudget
+    index: RunIndex, figures: Sequence[str], budget: ReadBudget, spans: Sequence[tuple[int, int]]
 ) -> tuple[Block, dict[str, Floats]]:
-    """The rows of a run that count, with shards merged, and their statistics by name.
+    """The rows of a run that count, within spans of steps, with shards merged, and their statistics by name.
 
     If no tensor has shards, only the statistics of each object are kept, else the columns that they are computed from.
     """
@@ -484,7 +528,7 @@ def _rows_of_run(
     )
     needs = tuple(dict.fromkeys(name for figure in figures for name in needs_of(figure)))
     parts: list[Columns] = []
-    for columns in index.scan(Selection(needs, tensors)):
+    for columns in _scan(index, needs, tensors, spans):
         if (columns["shard_count"] > 1).any():
             break
         rows = _training(columns)
@@ -498,12 +542,19 @@ def _rows_of_run(
     # A new one, because objects that were read ahead still count in the other.
     budget = index.budget = ReadBudget(budget.remaining_seconds, _MEGABYTES)
     needs = tuple(dict.fromkeys((*needs, *_MERGED)))
-    for columns in index.scan(Selection(needs, tensors)):
+    for columns in _scan(index, needs, tensors, spans):
         parts.append(_training(columns))
         budget.keep(_size(parts[-1]))
     block, _ = _joined(parts, (*IDENTITY, *needs), catalogue, budget)
     block = with_merged_shards(block)
     return block, {figure: figure_of(block.statistics, figure) for figure in figures}
+
+
+def _scan(
+    index: RunIndex, needs: tuple[str, ...], tensors: frozenset[str], spans: Sequence[tuple[int, int]]
+) -> Iterator[Columns]:
+    for first, last in spans:
+        yield from index.scan(Selection(needs, tensors, first, last))
 
 
 def _training(columns: Columns) -> Columns:

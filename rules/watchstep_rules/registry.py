@@ -97,6 +97,7 @@ from watchstep_rules.builtin.weights.learning_rate_scale import LearningRateScal
 from watchstep_rules.builtin.weights.optimizer_not_stepping import OptimizerNotStepping
 from watchstep_rules.builtin.weights.poor_initialization import PoorInitialization
 from watchstep_rules.builtin.weights.replica_divergence import ReplicaDivergence
+from watchstep_rules.builtin.weights.resume_mismatch import ResumeMismatch
 from watchstep_rules.builtin.weights.symmetric_units import SymmetricUnits
 from watchstep_rules.builtin.weights.weight_not_updating import WeightNotUpdating
 from watchstep_rules.builtin.weights.weight_update_ratio import WeightUpdateRatio
@@ -138,6 +139,7 @@ RULES: dict[str, AnyRule] = {
         SkippedUpdates(),
         LearningRateScale(),
         HyperparameterJump(),
+        ResumeMismatch(),
         GradientsCease(),
         SimilarAcrossRuns(),
         UnlikeEarlierRuns(),

@@ -178,6 +178,10 @@ class Rule(ABC, Generic[P, S]):
         """The input that the rule needs with these parameters."""
         return self.needs
 
+    def applies(self, params: P) -> bool:
+        """Whether there is something to compare rows with; a rule that does not apply has no data."""
+        return True
+
     def merged(self, params: P) -> Merge:
         """The value of ``merge`` with these parameters."""
         return self.merge

@@ -179,6 +179,7 @@ INFOS = (
     tensor("gradients:stale", "metrics", shape=()),
     tensor("optimizer:learning_rate/0", "metrics", shape=()),
     tensor("optimizer:weight_decay/0", "metrics", shape=()),
+    tensor("optimizer:has_state", "metrics", shape=()),
     replace(tensor("norm.running_var", "buffers", order=2, shape=(8,)), module_type="BatchNorm1d"),
     tensor("first.weight:not_in_optimizer", "not_in_optimizer", role="not_in_optimizer", order=1),
     tensor("confusion/1", "confusion", role="confusion", shape=()),

@@ -62,7 +62,13 @@ def eager(params: type[Params]) -> dict[str, Any]:
                 "first.weight": {"shape": (8, 8), "statistic": "rms", "phases": [(1.0, 2.0)] * 3},
             }
         },
-        "reference": {"loss": [(0, 1.0), (LAST, 2.0)], "first.weight": [(2, 0.5)]},
+        "reference": {
+            "loss": [(0, 1.0), (1, 0.2), (2, 0.2), (3, 0.1), (4, 0.1), (LAST, 2.0)],
+            "first.weight": [(2, 0.5)],
+            "optimizer:learning_rate/0": [(0, 0.1)],
+            "optimizer:has_state": [(0, 0.0)],
+            "gradient_scaler:scale": [(0, 8.0)],
+        },
         "other_trials": {"loss": [(0, 1.0), (LAST, 2.0)]},
     }
     return {name: value for name, value in wanted.items() if name in params.model_fields}

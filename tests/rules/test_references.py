@@ -29,6 +29,7 @@ from watchstep_rules.builtin.sagemaker.tensors import SagemakerSimilarAcrossRuns
 from watchstep_rules.builtin.tensors.similar_across_runs import SimilarAcrossRunsParams
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.references import (
+    JudgedAttempt,
     PinnedReferences,
     compared_by,
     pin_references,
@@ -68,7 +69,7 @@ def recorded(store: Store, rows: list[list[Row]], run: str = "good") -> Recordin
 
 def pinned(store: Store, configs: list[RuleConfig], *runs: str) -> PinnedReferences:
     mine = Recording(store, "mine").begin()
-    pin_references(mine.store, "a1", configs, dict.fromkeys(runs or ("good",), "a1"))
+    pin_references(JudgedAttempt(mine.store, "a1"), configs, dict.fromkeys(runs or ("good",), "a1"))
     stored = read_references(mine.store, "a1")
     assert stored is not None
     return stored
@@ -267,7 +268,7 @@ def test_points_given_as_parameters_are_still_checked() -> None:
 def test_the_reason_why_a_run_has_no_statistics_is_the_rules_problem(folder_store: Store) -> None:
     mine = Recording(folder_store, "mine").begin()
     config = comparing("rms")[0]
-    pin_references(mine.store, "a1", [config], {})
+    pin_references(JudgedAttempt(mine.store, "a1"), [config], {})
     references_of_run = read_references(mine.store, "a1")
     (compared,) = with_references([config], references_of_run)
     block = block_of([Row(0, LOSS, [1.0])])

@@ -98,6 +98,7 @@ from watchstep_rules.builtin.weights.learning_rate_scale import LearningRateScal
 from watchstep_rules.builtin.weights.optimizer_not_stepping import OptimizerNotSteppingParams
 from watchstep_rules.builtin.weights.poor_initialization import PoorInitializationParams
 from watchstep_rules.builtin.weights.replica_divergence import ReplicaDivergenceParams
+from watchstep_rules.builtin.weights.resume_mismatch import ResumeMismatchParams
 from watchstep_rules.builtin.weights.symmetric_units import SymmetricUnitsParams
 from watchstep_rules.builtin.weights.weight_not_updating import WeightNotUpdatingParams
 from watchstep_rules.builtin.weights.weight_update_ratio import WeightUpdateRatioParams
@@ -120,6 +121,7 @@ gpu_memory_increase = attachable("gpu_memory_increase", GpuMemoryIncreaseParams)
 gradient_norm_spike = attachable("gradient_norm_spike", GradientNormSpikeParams)
 gradients_cease = attachable("gradients_cease", GradientsCeaseParams)
 hyperparameter_jump = attachable("hyperparameter_jump", HyperparameterJumpParams)
+resume_mismatch = attachable("resume_mismatch", ResumeMismatchParams)
 initialization_time = attachable("initialization_time", InitializationTimeParams)
 input_image_mean = attachable("input_image_mean", InputImageMeanParams)
 io_bottleneck = attachable("io_bottleneck", IoBottleneckParams)
@@ -244,6 +246,7 @@ __all__ = [
     "poor_initialization",
     "recompute_mismatch",
     "replica_divergence",
+    "resume_mismatch",
     "running_statistics_frozen",
     "sagemaker_all_zero",
     "sagemaker_batch_size",

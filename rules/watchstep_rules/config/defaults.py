@@ -84,6 +84,7 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(rule="absent_from_optimizer", severity="warning"),
     RuleConfig(rule="gradients_cease", severity="warning", keep_firing=_LAYERS),
     RuleConfig(rule="hyperparameter_jump", severity="warning", keep_firing=_LAYERS),
+    RuleConfig(rule="resume_mismatch", severity="warning", keep_firing=_LOSSES),
 )
 """Only damage stops a job by default: a training does not recover from NaN in its parameters."""
 

@@ -40,6 +40,7 @@ ID_LENGTH = 16
 
 _STAGES: tuple[tuple[str, ...], ...] = (
     (
+        "resume_mismatch",
         "hyperparameter_jump",
         "learning_rate_scale",
         "missing_zero_grad",

@@ -132,6 +132,8 @@ def failed(memory: RuleMemory, error: Exception) -> RuleMemory:
 
 def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict:
     rule, params, clock_ns = config.implementation, config.parameters, rows.progress.clock_ns
+    if not rule.applies(params):
+        return Verdict(memory, [], [])
     demand = config.demand
     block = rows.block(config)
     watermarks = Watermarks(rows.progress.before, rows.progress.now)

@@ -76,6 +76,9 @@ def is_within(new: Floats, old: Floats, scale: Floats, rtol: float, atol: float)
     return close | (np.isnan(new) & np.isnan(old))
 
 
+OWN_RUN = "(earlier attempts)"
+"""In place of a run's name: the earlier attempts of the judged run. No run can have this name."""
+
 FIGURES = (*VALUE_COLUMNS, *DERIVED)
 MOST_TENSORS = 500
 MOST_POINTS = 1000

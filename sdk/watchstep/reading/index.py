@@ -92,6 +92,7 @@ class RunIndex:
         damaged: segments that could not be read, and why; the others are available.
         budget: budget of the current query; None for no limits.
         range_steps: the first step of all queries, and the step behind the last.
+        before: only the attempts before this one; empty for all.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class RunIndex:
         self.damaged: dict[str, str] = {}
         self.budget = budget
         self.range_steps = range_steps
+        self.before = ""
         self._forget()
 
     def _forget(self) -> None:
@@ -141,6 +143,13 @@ class RunIndex:
         copied = copy(self)
         copied._flights, copied._has_flights = {}, False  # noqa: SLF001 - same class
         copied._forget()  # noqa: SLF001 - as above
+        return copied
+
+    def earlier_than(self, attempt: str) -> RunIndex:
+        """Return the index with the attempts before one; with all of them if it has no record yet."""
+        copied = copy(self)
+        copied.before = attempt
+        copied._forget()  # noqa: SLF001 - same class
         return copied
 
     @property
@@ -339,9 +348,10 @@ class RunIndex:
         """Return attempts with records, in the order of their first records."""
         names = {key.writer.attempt for key, segment in self._segments.items() if segment.rows}
         names |= self._generations.attempts.keys()
-        if len(names) == 1:
+        if len(names) == 1 and self.before not in names:
             return list(names)
-        return sorted(names, key=lambda name: (self.start_of(name), name))
+        ordered = sorted(names, key=lambda name: (self.start_of(name), name))
+        return ordered[: ordered.index(self.before)] if self.before in names else ordered
 
     def first_steps(self) -> dict[str, int]:
         """Return the first step of each attempt with records, oldest attempt first."""

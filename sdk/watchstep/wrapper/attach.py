@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
+from watchstep.capture.steps.metric_names import IN_PROCESS
 from watchstep.hook import Hook
 from watchstep.hook_arguments import AUDIT
 from watchstep.pytorch import internals, losses
@@ -220,6 +221,8 @@ class Trainings:
         if watch is None:
             return []
         following._recorder.adopt_derived(losses)  # noqa: SLF001 - as above
+        if first_step:
+            following._recorder.scalar(IN_PROCESS, 1.0)  # noqa: SLF001 - as above
         return [watch]
 
     def _leave_out(self, hook: Hook, optimizer: Optimizer, reason: str) -> None:

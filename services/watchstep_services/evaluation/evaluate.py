@@ -447,8 +447,9 @@ def _judge(
     if first is not None:
         pin_baseline(service, source.store, attempt, claim.project, first.catalogue)
     configs = ticks.cached_configs(service, claim, collected.attempt, reload=first is not None)
-    references = AttemptReferences(service, source.store, claim.project, collected.attempt)
-    compared = references.add(configs, pin=first is not None, take_turn=turn.take)
+    references = AttemptReferences(service, source.store, claim.project, attempt)
+    first_step = None if first is None else int(first.step.min())
+    compared = references.add(configs, first_step=first_step, take_turn=turn.take)
     if compared is None:
         return None
     depth = lookback(configs)

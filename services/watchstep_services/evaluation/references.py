@@ -1,4 +1,4 @@
-"""References of an attempt: other runs that its rules compare with, pinned when its first rows are evaluated.
+"""References of an attempt: other runs, and earlier attempts, that its rules compare with, pinned when its first rows are evaluated.
 
 Pinning reads whole runs, and a recorder may have written the object itself, with the largest contents that are allowed. So references
 are pinned and read within the turn for large evaluations, once for each attempt and process; what was read, or why it could not be, is cached.
@@ -13,26 +13,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from watchstep.errors import NotFoundError, StoreError
 from watchstep.format.layout import check_name
 from watchstep.store.store import Store
 from watchstep_rules.references import (
     MAX_POINTS,
+    JudgedAttempt,
     PinnedReferences,
     compared_by,
     pin_references,
     readable_references,
     with_references,
 )
+from watchstep_rules.signals.reference import OWN_RUN
 from watchstep_services.db.engine import is_of_all
-from watchstep_services.db.models import RunRow
+from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.service.caches import RuleStateCache
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import Judged, Loaded
 
 _ATTEMPTS = 4096
+
+_MOST_EARLIER = 16
+"""Number of earlier attempts beyond which one that begins at step 0 is not compared with them: a process that trains often, as in a search."""
 
 _log = logging.getLogger(__name__)
 
@@ -107,18 +112,18 @@ class AttemptReferences:
         attempt: the attempt.
     """
 
-    def __init__(self, service: Service, run_store: Store, project: str, attempt: str) -> None:
+    def __init__(self, service: Service, run_store: Store, project: str, attempt: Attempt) -> None:
         self._service, self._store, self._project, self._attempt = service, run_store, project, attempt
 
     def add(
-        self, configs: Sequence[Loaded], *, pin: bool, take_turn: Callable[[], bool]
+        self, configs: Sequence[Loaded], *, first_step: int | None, take_turn: Callable[[], bool]
     ) -> ComparedConfigs | None:
         """Add the statistics of reference runs to the rule configs that compare with them.
 
         Args:
             configs: the rule configs of the run.
-            pin: whether to pin the references first, because the attempt begins. If the store is read-only, rules are evaluated
-                without references, which they report in their health.
+            first_step: the first step of an attempt that begins, so that its references are pinned; None for one that has begun. If the
+                store is read-only, rules are evaluated without references, which they report in their health.
             take_turn: takes the turn for large evaluations, unless this evaluation has it; returns whether it has it.
 
         Returns:
@@ -133,14 +138,18 @@ class AttemptReferences:
             for loaded in configs
             if loaded.config is not None and (entry := compared_by(loaded.config))
         ]
-        if not runs:
+        if not runs or (first_step is None and self._attempt.largest < 0):  # no rows yet
             return ComparedConfigs(list(configs), None)
-        cache, key = _cache_of(self._service), (self._store.location, self._attempt)
+        cache, key = _cache_of(self._service), (self._store.location, self._attempt.attempt)
         references = cache.get(key)
         if references is None:
-            if not take_turn():
+            earlier = self._earlier() if OWN_RUN in runs else []
+            if set(runs) == {OWN_RUN} and not earlier:
+                references = PinnedReferences()  # the first attempt; this needs no turn
+            elif not take_turn():
                 return None
-            references = self._read(configs, runs if pin else [])
+            else:
+                references = self._read(configs, runs, earlier, first_step)
             cache.put(key, references)
         added = [
             loaded
@@ -150,17 +159,38 @@ class AttemptReferences:
         ]
         return ComparedConfigs(added, references)
 
-    def _read(self, configs: Sequence[Loaded], runs_to_pin: Sequence[str]) -> PinnedReferences:
-        """Read the references; pin them first if there are runs to pin and none were pinned."""
-        references = readable_references(self._store, self._attempt)
-        if references is None and runs_to_pin:
-            self._pin(configs, runs_to_pin)
-            references = readable_references(self._store, self._attempt)
+    def _earlier(self) -> list[str]:
+        """The attempts of the run with rows that began before this one, in their order."""
+        began = func.coalesce(func.nullif(Attempt.started_ns, 0), Attempt.first_seen_ns)
+        own = self._attempt.started_ns or self._attempt.first_seen_ns
+        with self._service.database.read() as session:
+            found = session.scalars(
+                select(Attempt.attempt)
+                .where(
+                    Attempt.run_id == self._attempt.run_id,
+                    Attempt.attempt != self._attempt.attempt,
+                    Attempt.largest >= 0,
+                    began <= own,
+                )
+                .order_by(began, Attempt.attempt)
+            )
+            return list(found)
+
+    def _read(
+        self, configs: Sequence[Loaded], runs: Sequence[str], earlier: Sequence[str], first_step: int | None
+    ) -> PinnedReferences:
+        """Read the references; pin them first if the attempt begins and none were pinned."""
+        references = readable_references(self._store, self._attempt.attempt)
+        if references is None and first_step is not None:
+            self._pin(configs, runs, earlier, first_step)
+            references = readable_references(self._store, self._attempt.attempt)
         if references is not None and references.damage:
             self._log(references.damage)
         return references or PinnedReferences()
 
-    def _pin(self, configs: Sequence[Loaded], runs: Sequence[str]) -> None:
+    def _pin(
+        self, configs: Sequence[Loaded], runs: Sequence[str], earlier: Sequence[str], first_step: int
+    ) -> None:
         with self._service.database.read() as session:
             rows = session.execute(
                 select(RunRow.run, RunRow.attempt).where(
@@ -169,9 +199,15 @@ class AttemptReferences:
             ).all()
         readable = [loaded.config for loaded in configs if loaded.config is not None]
         attempts = {str(row.run): str(row.attempt) for row in rows}
+        if earlier and (first_step or len(earlier) <= _MOST_EARLIER):
+            attempts[OWN_RUN] = earlier[-1]
         try:
             pin_references(
-                self._store, self._attempt, readable, attempts, self._service.check_running, self.store_of
+                JudgedAttempt(self._store, self._attempt.attempt, first_step),
+                readable,
+                attempts,
+                self._service.check_running,
+                self.store_of,
             )
         except StoreError as error:
             self._log(error.what)

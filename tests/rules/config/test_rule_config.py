@@ -244,6 +244,7 @@ EXACT = {
     "missing_zero_grad",
     "recompute_mismatch",
     "optimizer_not_stepping",
+    "resume_mismatch",
 }
 """They compare bits, or count what the program reports."""
 
@@ -256,6 +257,7 @@ def test_one_fault_of_a_layer_or_loss_is_one_alert() -> None:
         "oscillating_loss",
         "loss_spike",
         "lost_progress",
+        "resume_mismatch",
     }
     assert {name for name, steps in lasting.items() if steps == 10} == {
         "vanishing_gradient",

@@ -31,7 +31,13 @@ def test_names_collections_and_steps(tmp_path: Path) -> None:
     assert run.steps() == list(range(6))
     assert run.collections == {
         "losses": ["loss"],
-        "metrics": [f"optimizer:{name}/0" for name in ("beta1", "beta2", "learning_rate", "weight_decay")],
+        "metrics": [
+            "optimizer:beta1/0",
+            "optimizer:beta2/0",
+            "optimizer:has_state",
+            "optimizer:learning_rate/0",
+            "optimizer:weight_decay/0",
+        ],
         "weights": ["0.weight", "2.weight", "3.weight"],
         "biases": ["0.bias", "2.bias", "3.bias"],
         "gradients": [

@@ -218,6 +218,7 @@ for part in range(2):
 def test_steps_of_a_resume_in_the_same_process_follow_those_before(tmp_path: Path) -> None:
     run_program(tmp_path, RESUMED)
     assert recorded(tmp_path).tensor("weight:gradient").steps() == list(range(20))
+    assert recorded(tmp_path).tensor("training:in_process").steps() == [10]
     assert [end.last_step for end in ends(tmp_path)] == [9, 19]
 
 

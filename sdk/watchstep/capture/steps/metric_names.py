@@ -19,3 +19,9 @@ SKIPPED = "gradient_scaler:skipped"
 
 RECOMPUTED = "recomputed"
 """End of the names of metrics: the difference between an output and the same one, computed again by activation checkpointing in the backward pass."""
+
+HAS_STATE = "has_state"
+"""End of the name of an optimizer's metric: whether it has momentum or other state before its first and its second update, 1 or 0."""
+
+IN_PROCESS = "training:in_process"
+"""1 at the first step of a training that continues the one before it in the same process: a resume, or another phase with a copy of the model."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from watchstep.capture.steps.metric_names import HAS_STATE
 from watchstep.capture.steps.record import Group, scalar_info
 from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
@@ -23,6 +24,9 @@ _REPEAT_INTERVAL = 1000
 
 _DEVICE_INTERVAL = 10
 """Number of steps between records of values in device memory: only their change is known, and each record launches a kernel."""
+
+_STATE_UPDATES = 2
+"""Number of first updates before which it is recorded whether an optimizer has state: without it before the second one, it keeps none."""
 
 _KEYS: tuple[tuple[str, int | None, str], ...] = (
     ("lr", None, "learning_rate"),
@@ -96,12 +100,14 @@ class _Watched:
         groups: Parameter groups in their order.
         recorded: Step at which all values were last recorded.
         on_device: Step at which values in device memory were last recorded.
+        updates: Updates at which it was recorded whether the optimizer has state.
     """
 
     prefix: str
     groups: list[_Group] = field(default_factory=list)
     recorded: int = -_REPEAT_INTERVAL
     on_device: int = -_DEVICE_INTERVAL
+    updates: int = 0
 
 
 class Hyperparameters:
@@ -109,7 +115,7 @@ class Hyperparameters:
 
     The label is the group's ``name``, or else its index. The second optimizer, in the order of first steps, is
     ``optimizer_2:learning_rate/0``. A value is valid until the next row. Values in device memory are not read: their version shows
-    that they may have changed, and they are recorded at most every tenth step.
+    that they may have changed, and they are recorded at most every tenth step. ``optimizer:has_state`` is recorded at the first two updates.
     """
 
     def __init__(self, session: Session, prefix: str) -> None:
@@ -129,6 +135,9 @@ class Hyperparameters:
             self._optimizers += 1
             number = f"_{self._optimizers}" if self._optimizers > 1 else ""
             watched = self._watched[optimizer] = _Watched(f"{self._prefix}optimizer{number}:")
+        if watched.updates < _STATE_UPDATES:
+            watched.updates += 1
+            self._recorder.scalar(f"{watched.prefix}{HAS_STATE}", float(_has_state(optimizer)))
         groups = optimizer.param_groups
         if len(watched.groups) != min(len(groups), _MAX_GROUPS):
             self._set_groups(watched, groups)
@@ -184,6 +193,11 @@ class Hyperparameters:
         for members in by_device.values():
             group = Group.of(tuple(scalar_info(series.name) for series, _ in members))
             self._recorder.add(group, TorchKernel().measure([value.detach() for _, value in members]))
+
+
+def _has_state(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has state of any parameter. Entries may be empty, because looking one up creates it."""
+    return any(isinstance(entry, Mapping) and len(entry) > 0 for entry in optimizer.state.values())
 
 
 def _may_change(value: Any) -> bool:

@@ -42,7 +42,7 @@ def series(run: Run, name: str) -> dict[int, float]:
 
 
 def names(run: Run) -> list[str]:
-    return sorted(name for name in run.tensors() if name.startswith("optimizer:"))
+    return sorted(name for name in run.tensors() if name.startswith("optimizer:") and "/" in name)
 
 
 def test_every_group_at_the_start_and_where_it_changes(tmp_path: Path) -> None:
@@ -76,6 +76,24 @@ def test_a_schedule_leaves_a_row_at_each_change(tmp_path: Path) -> None:
     run = trained(tmp_path, model, optimizer, lambda _: schedule.step())
     assert series(run, "optimizer:learning_rate/0") == pytest.approx({0: 0.1, 2: 0.01, 4: 0.001})
     assert names(run) == [f"optimizer:{name}/0" for name in ("learning_rate", "momentum", "weight_decay")]
+
+
+@pytest.mark.parametrize(
+    ("momentum", "loaded", "expected"),
+    [(0.9, False, {0: 0.0, 1: 1.0}), (0.9, True, {0: 1.0, 1: 1.0}), (0.0, False, {0: 0.0, 1: 0.0})],
+)
+def test_whether_an_optimizer_begins_with_state(
+    tmp_path: Path, momentum: float, loaded: bool, expected: dict[int, float]
+) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    if loaded:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        optimizer.load_state_dict(saved)
+    assert series(trained(tmp_path, model, optimizer), "optimizer:has_state") == expected
 
 
 def test_values_that_are_tensors_and_change_in_place(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from watchstep.format.layout import references_document
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import AttemptOutcome, backtest_run
-from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.config.rule_config import KeepFiring, RuleConfig
 from watchstep_rules.engine.saved_tensors import SavedTensors
 from watchstep_rules.references import (
+    JudgedAttempt,
     PinnedReferences,
     current_references,
     pin_references,
@@ -30,7 +31,7 @@ from watchstep_rules.references import (
     references_of,
     saved_tensors_of,
 )
-from watchstep_rules.signals.reference import MOST_TENSORS, CheckedReference
+from watchstep_rules.signals.reference import MOST_TENSORS, OWN_RUN, CheckedReference
 from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import RunRow
@@ -205,7 +206,7 @@ def test_a_backtest_of_a_new_rule_compares_with_the_run_as_it_is(
     attempt = judged_again(other)
     assert fired(attempt) == ALL_FIRE
     assert any("run good is compared with as it is now" in note for note in attempt.notes)
-    pin_references(other.store, "a1", RULES, {"good": "a1"})
+    pin_references(JudgedAttempt(other.store, "a1"), RULES, {"good": "a1"})
     assert judged_again(other).notes == ()
     # A statistic that was not pinned is added, and the pinned ones remain.
     rms = RuleConfig(rule="similar_across_runs", name="largest", params={"run": "good", "figure": "max"})
@@ -228,7 +229,7 @@ def test_a_run_of_another_project_cannot_be_reached(folder_store: Store, name: s
             run
         ) else None
     config = away(reference=name)
-    references = current_references(mine.store, [config])
+    references = current_references(mine.store, mine.attempt, [config])
     assert references.attempts == {}
     # Not even if the name and an attempt were pinned by somebody who may write to the run.
     hostile = PinnedReferences({name: "a1"})
@@ -273,7 +274,7 @@ def test_of_a_run_with_many_tensors_the_first_are_compared(sqlite: Database, fol
     ]
     good.write_rows(0, [Row(0, LOSS, [1.0]), *(Row(0, info, [1.0]) for info in infos)])
     mine = Recording(folder_store, "mine").begin()
-    pin_references(mine.store, "a1", [STATISTICS], {"good": "a1"})
+    pin_references(JudgedAttempt(mine.store, "a1"), [STATISTICS], {"good": "a1"})
     references = read_references(mine.store, "a1")
     assert references is not None
     (statistics,) = references.statistics.values()
@@ -513,3 +514,56 @@ def test_the_points_of_cached_references_are_limited() -> None:
     assert [cache.get(("run", name)) is not None for name in ("1", "2", "large")] == [False, False, True]
     cache.put(("run", "small"), references(1))
     assert [cache.get(("run", name)) is not None for name in ("large", "small")] == [False, True]
+
+
+# Earlier attempts of the same run
+
+
+RATE = tensor("optimizer:learning_rate/0", "metrics", role="metric", shape=())
+RESUME = RuleConfig(rule="resume_mismatch", keep_firing=KeepFiring(steps=100))
+
+
+def rates(first: int, value: float) -> list[Row]:
+    return [
+        Row(step, info, [value if info is RATE else 1.0])
+        for step in range(first, first + 30)
+        for info in (LOSS, RATE)
+    ]
+
+
+def test_an_attempt_is_compared_with_those_before_it(sqlite: Database, folder_store: Store) -> None:
+    driven = Driven(make_service(sqlite, folder_store, [RESUME]))
+    recording = Recording(folder_store, "mine").begin()
+    run_id = driven.register("mine")
+    driven.judge(run_id, recording.write_rows(0, rates(0, 0.01)))
+    assert found(driven, run_id) == []
+    assert read_references(recording.store, "a1") is None  # nothing precedes it
+    assert '"health":"no_data"' in driven.memories()[0][2]
+    second = Recording(folder_store, "mine", "a2").begin(started_ns=2)
+    driven.judge(run_id, second.write_rows(0, rates(20, 0.1)))
+    assert found(driven, run_id) == [("resume_mismatch", 20, RATE.name)]
+    pinned = read_references(second.store, "a2")
+    assert pinned is not None
+    assert pinned.attempts == {OWN_RUN: "a1"}
+    third = Recording(folder_store, "mine", "a3").begin(started_ns=3)
+    driven.judge(run_id, third.write_rows(0, rates(40, 0.1)))
+    assert found(driven, run_id) == []  # it continues the second
+
+    for attempt, expected in (("a1", []), ("a2", [("resume_mismatch", 20, RATE.name)]), ("a3", [])):
+        outcome = next(
+            entry
+            for entry in backtest_run(open_run(second.store), [RESUME]).attempts
+            if entry.attempt == attempt
+        )
+        assert fired(outcome) == expected
+        assert not [note for note in outcome.notes if "compared with" in note]
+
+
+def test_an_attempt_of_many_from_the_beginning_is_not_compared(sqlite: Database, folder_store: Store) -> None:
+    driven = Driven(make_service(sqlite, folder_store, [RESUME]))
+    run_id = driven.register("mine")
+    for number in range(18):
+        recording = Recording(folder_store, "mine", f"a{number:02}").begin(started_ns=number + 1)
+        driven.judge(run_id, recording.write_rows(0, rates(0, 0.01)))
+    stored = [read_references(recording.store, f"a{number:02}") for number in (16, 17)]
+    assert [pinned and dict(pinned.attempts) for pinned in stored] == [{OWN_RUN: "a15"}, {}]
