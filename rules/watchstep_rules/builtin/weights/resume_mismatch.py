@@ -99,7 +99,7 @@ class _Earlier:
     def __init__(self, reference: References) -> None:
         self._reference = reference
 
-    def reach(self, step: int) -> bool:
+    def cover(self, step: int) -> bool:
         """Whether they were recorded until shortly before a step."""
         last = max(int(self.arrays(name)[0][-1]) for name in self._reference)
         return last >= _RECORDED * step
@@ -235,9 +235,9 @@ class ResumeMismatch(Rule[ResumeMismatchParams, ResumeMismatchState]):
         if step == 0:
             place = _place_of(earlier, rows, weights)
             return (over if place < 0 else state.model_copy(update={"start": 0, "place": place})), []
-        if not earlier.reach(step):
+        if not earlier.cover(step):
             return over, []
-        anew = _begun_anew(earlier, rows, weights, step - 1)
+        anew = _have_first_sizes(earlier, rows, weights, step - 1)
         if not anew:
             is_doubtful = bool(_first_rows(rows, _is_in_process))
             return state.model_copy(update={"start": step, "place": step - 1, "doubtful": is_doubtful}), []
@@ -416,7 +416,7 @@ def _sizes(earlier: _Earlier, rows: Block, weights: dict[str, int]) -> _Sizes:
     return _Sizes(names, rms(rows.statistics)[[weights[name] for name in names]] if names else np.empty(0))
 
 
-def _begun_anew(earlier: _Earlier, rows: Block, weights: dict[str, int], place: int) -> list[str]:
+def _have_first_sizes(earlier: _Earlier, rows: Block, weights: dict[str, int], place: int) -> list[str]:
     """Return the weights that have the sizes of the run's first steps and not those at a place, if most that have moved do; else none."""
     names, now = _sizes(earlier, rows, weights)
     first = np.array([earlier.first(name) for name in names])
