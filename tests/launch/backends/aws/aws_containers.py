@@ -59,13 +59,14 @@ class Container:
 
     def send(self, number: int) -> None:
         """Send a signal: SIGTERM to the first process, as container agents do, SIGKILL to all."""
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or self._process.returncode is not None:
             return
+        # Popen.poll and Popen.send_signal would collect the exit code that the other thread waits for.
         with contextlib.suppress(ProcessLookupError):
             if number == signal.SIGKILL:
                 os.killpg(self._process.pid, number)
             else:
-                self._process.send_signal(number)
+                os.kill(self._process.pid, number)
 
     def join(self) -> None:
         """Wait until it has ended."""
