@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import importlib
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CellType, FrameType, FunctionType, ModuleType
@@ -439,7 +440,44 @@ def original_of(module: nn.Module) -> nn.Module | None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` or ``module.compile()`` compiles a module, or that is unknown."""
-    return _compiled_call.of(module, _MISSING) is not None or original_of(module) is not None
+    compiled = _compiled_call.of(module, _MISSING)
+    return not (compiled is None or isinstance(compiled, WrappedCalls)) or original_of(module) is not None
+
+
+class WrappedCalls:
+    """Passes the calls of a module that is not compiled through a function, until it is removed.
+
+    It takes the place of a compiled call, so that PyTorch does not count it as a hook, and that copies of the module do not have it.
+    """
+
+    __slots__ = ("_call", "_module")
+
+    def __init__(
+        self, module: nn.Module, call: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+    ) -> None:
+        """Wrap the calls.
+
+        Args:
+            module: The module.
+            call: Called with the module's own call and the arguments of each call. Returns the output.
+        """
+        self._module, self._call = module, call
+        module.__dict__[_compiled_call.name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function. PyTorch calls this in place of the module."""
+        if torch.compiler.is_compiling():
+            return self._module._call_impl(*args, **kwargs)  # noqa: SLF001 - what `nn.Module` calls otherwise
+        # A replica of `nn.DataParallel` has all attributes of the module.
+        module = sys._getframe(1).f_locals.get("self")  # noqa: SLF001 - the documented way to a caller's frame
+        if isinstance(module, nn.Module) and module is not self._module:
+            return module._call_impl(*args, **kwargs)  # noqa: SLF001 - as above
+        return self._call(self._module._call_impl, args, kwargs)  # noqa: SLF001 - as above
+
+    def remove(self) -> None:
+        """Let the module be called as before, unless the program has compiled it meanwhile."""
+        if self._module.__dict__.get(_compiled_call.name) is self:
+            del self._module.__dict__[_compiled_call.name]
 
 
 # --- Losses -------------------------------------------------------------------------------------------------------------------

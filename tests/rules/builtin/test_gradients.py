@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.rules.recording import evaluate_training
 from tests.rules.runs import all_at_once, first_message, found_by, in_steps, norms, steps_of
 from tests.sdk.format.blocks import Row, Values, block_of, gradient, tensor
 from tests.sdk.training import batches, small_model
-from watchstep import Hook
+from watchstep import CaptureConfig, Hook
 from watchstep.format.block import Block
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -652,6 +652,63 @@ def test_outputs_that_are_computed_again_are_compared(form: str, modules: set[st
         # The first step shows that outputs are computed again; those of the next are compared.
         assert min(finding.step for finding in found) == 2
         assert found[0].message.startswith(f"{found[0].module}: the output that checkpointing computed again")
+
+
+def trained_by_pairs(
+    hook: Hook, model: Checkpointed, backward: Callable[[nn.Module, Tensor, Tensor], None]
+) -> None:
+    """Train with two inputs in each step."""
+    optimizer = optim.SGD(model.parameters(), lr=1e-2)
+    hook.watch(model, optimizer)
+    for x, _ in batches(8):
+        optimizer.zero_grad()
+        backward(model, x, x + 1)
+        optimizer.step()
+
+
+def together(model: nn.Module, x: Tensor, other: Tensor) -> None:
+    (model(x) - model(other)).square().mean().backward()
+
+
+def both_before(model: nn.Module, x: Tensor, other: Tensor) -> None:
+    first, second = model(x).square().mean(), model(other).square().mean()
+    second.backward()
+    first.backward()
+
+
+def one_by_one(model: nn.Module, x: Tensor, other: Tensor) -> None:
+    for each in (x, other):
+        model(each).square().mean().backward()
+
+
+def in_another_mode(model: nn.Module, x: Tensor, other: Tensor) -> None:
+    (model(x) - model.eval()(other)).square().mean().backward()
+    model.train()
+
+
+BY_BUDGET = CaptureConfig(overhead_budget=0.5, allowance_seconds=10.0)
+"""Measures the first pass of each step."""
+
+
+@pytest.mark.parametrize("form", ["reentrant", "other"])
+@pytest.mark.parametrize("backward", [together, both_before, in_another_mode])
+def test_outputs_of_different_passes_are_not_compared(
+    backward: Callable[[nn.Module, Tensor, Tensor], None], form: str, tmp_path: Path
+) -> None:
+    def train(hook: Hook) -> None:
+        model = Checkpointed(form)
+        model.block[1] = nn.Identity()  # what depends on the mode
+        trained_by_pairs(hook, model, backward)
+
+    assert evaluate_training(train, "recompute_mismatch", tmp_path / "run", config=BY_BUDGET) == []
+
+
+def test_outputs_of_micro_batches_are_compared(tmp_path: Path) -> None:
+    def train(hook: Hook) -> None:
+        trained_by_pairs(hook, Checkpointed("other, other masks"), one_by_one)
+
+    found = evaluate_training(train, "recompute_mismatch", tmp_path / "run", config=BY_BUDGET)
+    assert {finding.module for finding in found} == {"block.1"}
 
 
 # skipped_updates

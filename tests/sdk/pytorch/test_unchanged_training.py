@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -103,6 +104,72 @@ def test_evaluations_are_unchanged_between_steps(tmp_path: Path, config: Capture
             hook.close()
             run = open_run(hook.run_url)
             assert "layer.linear1:output" in run.tensors()
+        return outputs
+
+    for watched, plain in zip(evaluated(tmp_path), evaluated(None), strict=True):
+        assert torch.equal(watched, plain)
+
+
+class Teaching(Encoder):
+    """Evaluates itself within its training pass, or a part that shares its attributes, as a replica of `nn.DataParallel` does. Is interrupted once."""
+
+    interrupted, by_replica = -1, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        self.interrupted -= 1
+        if self.interrupted == 0:
+            super().forward(x)
+            raise KeyboardInterrupt
+        own = self.layer
+        if self.by_replica:
+            self.layer = copy.copy(own)
+            self.layer.__dict__ = {**own.__dict__, "_modules": {**own._modules, "norm2": nn.LayerNorm(16)}}
+        self.eval()
+        with torch.no_grad():
+            target = super().forward(x)
+        self.train()
+        self.layer = own
+        return super().forward(x) + 0.1 * target
+
+
+@pytest.mark.parametrize("by_replica", [False, True])
+@pytest.mark.parametrize("config", [EVERY_STEP, CaptureConfig()], ids=["every step", "within the budget"])
+def test_evaluations_within_a_training_pass_are_unchanged(
+    tmp_path: Path, config: CaptureConfig, by_replica: bool
+) -> None:
+    def training() -> Training:
+        model = Teaching()
+        model.by_replica = by_replica
+        return Training(model)
+
+    assert recorded(training(), tmp_path, config=config) == training().run(STEPS)
+    assert "layer.linear1:output" in open_run(next(tmp_path.glob("default/*"))).tensors()
+
+
+def test_evaluations_after_an_interrupted_training_pass_are_unchanged(tmp_path: Path) -> None:
+    x, _ = batches(1, seed=5)[0]
+
+    def evaluated(store: Path | None) -> list[Tensor]:
+        model = Teaching()
+        model.interrupted = 3
+        training = Training(model)
+        hook = None if store is None else watching(store, model, training.optimizer)
+        with pytest.raises(KeyboardInterrupt):
+            training.run(8)
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        loaded: nn.Module = torch.load(saved, weights_only=False)
+        outputs = []
+        with torch.no_grad():
+            for each in (copy.deepcopy(model), loaded, model.eval()):
+                each.eval()
+                mask = torch.triu(torch.full((6, 6), -1.5), 1)
+                outputs += [each.layer(torch.linspace(0, 1, 96).reshape(1, 6, 16), mask), each(x)]  # type: ignore[operator]
+        if hook is not None:
+            hook.close()
         return outputs
 
     for watched, plain in zip(evaluated(tmp_path), evaluated(None), strict=True):

@@ -32,7 +32,7 @@ class RecomputeMismatch(Rule[RecomputeMismatchParams, State]):
     passes to be the same, and does not compare values.
 
     Both passes of a deterministic segment are equal to the bit. Kernels that add in no fixed order differ by some units in the last place, which is 0.004 for bfloat16.
-    Outputs in another precision count as a difference of 1.
+    Outputs in another precision count as a difference of 1. Modules that are called more than once before a backward pass, as in contrastive training, are not compared.
     """
 
     name = "recompute_mismatch"

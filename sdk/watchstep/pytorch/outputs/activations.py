@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from watchstep.pytorch.outputs.batched import BatchedOutputs, LayerOutputs, Stab
 from watchstep.pytorch.outputs.layer_hooks import (
     EVALUATES_FASTER,
     REMOVED,
+    EncoderCalls,
     NotingHook,
     UnmeasuredPass,
     sees_passes_of,
@@ -172,8 +173,9 @@ class ActivationHooks:
         self._part_called = weakref.WeakMethod(part_called)  # a cycle would keep the model until a collection
         self._pass_hooks = pass_hooks
         self._layers: list[PassHook] = []
-        self._encoder_of: dict[int, nn.Module] = {}
-        self._encoder_hooks: list[tuple[nn.Module, PassHook]] = []
+        self._encoder_of: dict[int, str] = {}
+        self._encoders: list[EncoderCalls] = []
+        self._around_encoders: list[nn.Module] = []
         self._has_hooks, self._has_parts = True, False
         self._measured = (-1, 0)
         self._saved_outputs = SavedOutputs()
@@ -199,8 +201,8 @@ class ActivationHooks:
         modules = list(self._names.model.named_modules()) if sees_passes_of(self._names.model) else []
         present = {id(module) for _, module in modules}
         self._encoder_of = {
-            id(inner): module
-            for _, module in modules
+            id(inner): path
+            for path, module in modules
             if isinstance(module, EVALUATES_FASTER)
             for inner in module.modules()
         }
@@ -209,7 +211,6 @@ class ActivationHooks:
             hook = self._hooks_of.pop(key)
             for hooks in (self._pass_hooks, self._layers):
                 hooks[:] = [each for each in hooks if each is not hook]
-            self._encoder_hooks = [each for each in self._encoder_hooks if each[1] is not hook]
             hook.detach()
         for order, (path, module) in enumerate(modules):
             try:
@@ -217,12 +218,32 @@ class ActivationHooks:
                     self._listen(self._names, order, path, module)
             except Exception as error:  # noqa: BLE001 - a module whose attributes raise: the others are recorded
                 self._session.health.fault("activations", error)
+        self._list_encoders(dict(modules))
         self._hooked = len(self._hooks_of)
         self._hooked_names = frozenset(itertools.chain(*self._hooked_collections))
         self._saved_outputs = SavedOutputs()  # graphs have another form now
         self._keep_hooks(needed=True)
         if self._is_reported:
             self._unseen.clear()
+
+    def _list_encoders(self, modules: Mapping[str, nn.Module]) -> None:
+        for each in self._encoders:
+            self._pass_hooks.remove(each.hook)
+            each.hook.detach()
+        self._encoders.clear()
+        hooks: dict[str, list[PassHook]] = {}
+        for key, hook in self._hooks_of.items():
+            if key in self._encoder_of:
+                hooks.setdefault(self._encoder_of[key], []).append(hook)
+        for path, inside in hooks.items():
+            calls = CallCount(self._unmeasured.repeated, self._names.path(path))
+            self._encoders.append(EncoderCalls(modules[path], inside, self._passes, calls))
+            self._pass_hooks.append(self._encoders[-1].hook)
+        self._around_encoders = [
+            module
+            for path, module in modules.items()
+            if any(not path or each == path or each.startswith(f"{path}.") for each in hooks)
+        ]
 
     @property
     def dispatch_seconds(self) -> float:
@@ -234,8 +255,8 @@ class ActivationHooks:
         self._layers.clear()
         self._pass_hooks.clear()
         self._hooks_of.clear()
-        self._encoder_hooks.clear()
-        self._encoder_of.clear()
+        self._encoders.clear()
+        self._around_encoders.clear()
         self._unmeasured.repeated.forget()
         self.live.forget()
         self._saved_outputs = SavedOutputs()
@@ -278,15 +299,11 @@ class ActivationHooks:
         if tensors.ACTIVATIONS in observed.output.info.collections:
             observed.describe = self._describe(observed.output)
         register = functools.partial(module.register_forward_hook, noting, with_kwargs=True)
-        encoder = self._encoder_of.get(id(module))
-        hook = observed.calls.hook = PassHook(
-            register, of_layer=not is_model, in_passes_only=encoder is not None
-        )
+        in_encoder = id(module) in self._encoder_of
+        hook = observed.calls.hook = PassHook(register, of_layer=not is_model, in_passes_only=in_encoder)
         self._pass_hooks.append(hook)
         self._hooks_of[id(module)] = hook
-        if encoder is not None:
-            self._encoder_hooks.append((encoder, hook))
-        elif not is_model:
+        if not (in_encoder or is_model):
             self._layers.append(hook)
         if is_leaf:
             self._unseen.add(observed.path)
@@ -330,10 +347,12 @@ class ActivationHooks:
 
     def end_turn(self) -> None:
         """Handle a backward pass or an update, between which the calls of a module are counted."""
+        self._recomputed.end_turn()
         self._unmeasured.repeated.end_turn(has_layer_hooks=self._has_hooks)
 
     def model_called(self) -> bool:
         """Count a training pass of the model. Returns whether it is not observed, because the model is called too often."""
+        self._recomputed.model_called()
         return self._unmeasured.repeated.model_called(self._pass_hooks)
 
     def other_pass(self, mode: Mode | None, sentinel: Callable[[], RemovableHandle]) -> bool:
@@ -343,6 +362,8 @@ class ActivationHooks:
             mode: Mode of the pass; None if it is not recorded.
             sentinel: Registers a hook that calls `resume` in the next pass with gradients.
         """
+        if mode is not None and torch.is_grad_enabled():
+            self._recomputed.model_called()
         if mode is not None and not self._schedule.is_adaptive(self._hooked_names, mode):
             return False
         return self._unmeasured.repeated.other_pass(self._pass_hooks, sentinel)
@@ -387,16 +408,18 @@ class ActivationHooks:
                 hook.fix()
 
     def _hook_encoders(self) -> None:
-        """Register the hooks in layers that compute other numbers in evaluation if they have hooks, for this pass, if they are trained."""
-        for encoder, hook in self._encoder_hooks:
-            if encoder.training and not internals.is_compiled(encoder):
-                hook.register()
+        """Observe the layers that compute other numbers in evaluation if they have hooks, for this pass."""
+        compiled = [module for module in self._around_encoders if internals.is_compiled(module)]
+        inside = {id(inner) for module in compiled for inner in module.modules()}
+        for each in self._encoders:
+            if id(each.encoder) not in inside:
+                each.hook.register()
 
     def leave(self) -> None:
         """End the model's own ``forward``."""
         self._unmeasured.step = -1
-        for _, hook in self._encoder_hooks:
-            hook.remove()
+        for each in self._encoders:
+            each.hook.remove()
         self.measure_waiting()
 
     def measure_waiting(self) -> None:
@@ -455,12 +478,14 @@ class ActivationHooks:
         mode = self._passes.mode_of_call()
         if mode is None:
             if recomputes():
-                self._recomputed.again(observed.output.info, _real(output))
+                self._recomputed.again(observed.output.info, _real(output), observed.calls)
             else:
                 self._unmeasured.repeated.unrecorded_call(self._hooked)
             return
         if mode == "train" and observed.calls.is_surplus():
             return
+        if mode != "train" and torch.is_grad_enabled():
+            self._recomputed.forget(observed.output.info)
         if self._passes.outside and not observed.is_model:
             part_called = self._part_called()
             if part_called is not None:
@@ -484,7 +509,7 @@ class ActivationHooks:
                 look = functools.partial(observed.probes, given)
                 self._measure(observed.output, output, mode, charged, look, observed.channels)
                 if mode == "train" and self._recomputed.is_active:
-                    self._recomputed.first(observed.output.info, _real(output))
+                    self._recomputed.first(observed.output.info, _real(output), observed.calls)
             elif module.training and mode == "train" and tensors.ACTIVATIONS in collections:
                 outputs = _real(output)
                 if 0 < len(outputs) <= _MOST_NOTED:

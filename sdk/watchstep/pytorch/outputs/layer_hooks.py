@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
 from watchstep.pytorch import internals
 from watchstep.pytorch.gate import Describe, LiveOutputs, version_of
 from watchstep.pytorch.observable import ModuleHook
-from watchstep.pytorch.outputs.pass_hooks import CallCount, RepeatedCalls
+from watchstep.pytorch.outputs.pass_hooks import CallCount, PassHook, RepeatedCalls
+from watchstep.pytorch.outputs.passes import ForwardPasses
 
 # Called for each module of each pass, so they are not looked up there.
 is_compiling = torch.compiler.is_compiling
@@ -32,6 +34,54 @@ EVALUATES_FASTER = nn.TransformerEncoderLayer
 def sees_passes_of(model: nn.Module) -> bool:
     """Return whether forward passes of a model can be observed: hooks know them, and do not change them."""
     return internals.sees_passes() and not isinstance(model, EVALUATES_FASTER)
+
+
+class EncoderCalls:
+    """Calls of one `EVALUATES_FASTER` layer in a training pass of the model: modules in it have hooks while such a call runs.
+
+    The layer looks for hooks when it is called, so what it computes in evaluation is the same wherever the program switches its mode, and
+    after a pass that never ended, e.g. by Ctrl-C.
+
+    Attributes:
+        encoder: The layer.
+        hook: Wraps its calls, in single passes.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, hooks: Sequence[PassHook], passes: ForwardPasses, calls: CallCount
+    ) -> None:
+        """Create it.
+
+        Args:
+            encoder: The layer.
+            hooks: Hooks of modules in it.
+            passes: Decides which calls are recorded.
+            calls: Counts its calls.
+        """
+        self.encoder = encoder
+        self._hooks, self._passes, self._calls = hooks, passes, calls
+        self.hook = calls.hook = PassHook(
+            lambda: internals.WrappedCalls(encoder, self._call), of_layer=True, in_passes_only=True
+        )
+
+    def _call(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.hook.is_called = True
+        is_observed = self.encoder.training and self._passes.mode_of_call() == "train"
+        if not is_observed or self._calls.is_surplus():
+            return call(*args, **kwargs)
+        try:
+            self._for_each(PassHook.register)
+            return call(*args, **kwargs)
+        finally:
+            self._for_each(PassHook.remove)
+
+    def _for_each(self, change: Callable[[PassHook], None]) -> None:
+        own_work.enter()
+        try:
+            for hook in self._hooks:
+                change(hook)
+        finally:
+            own_work.leave()
 
 
 class UnmeasuredPass:

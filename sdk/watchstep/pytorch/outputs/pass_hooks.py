@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-
-from torch.utils.hooks import RemovableHandle
+from typing import Protocol
 
 from watchstep.capture.steps.session import Session
 
@@ -24,6 +23,14 @@ _REPEATED_SECONDS = 5e-6
 """Estimated time of one hook at a repeated call: 1 µs of PyTorch's, as in a loop, and that of noting an output, which does not measure itself."""
 
 _NAMED = 5
+
+
+class Handle(Protocol):
+    """A registered hook."""
+
+    def remove(self) -> None:
+        """Remove it."""
+        ...
 
 
 class PassHook:
@@ -38,7 +45,7 @@ class PassHook:
     __slots__ = ("_handle", "_is_fixed", "_register", "in_passes_only", "is_called", "of_layer")
 
     def __init__(
-        self, register: Callable[[], RemovableHandle], *, of_layer: bool, in_passes_only: bool = False
+        self, register: Callable[[], Handle], *, of_layer: bool, in_passes_only: bool = False
     ) -> None:
         """Register it, unless it is registered in single passes only.
 
@@ -48,7 +55,7 @@ class PassHook:
             in_passes_only: Whether it is registered in single passes only.
         """
         self._register, self.of_layer, self.in_passes_only = register, of_layer, in_passes_only
-        self._handle: RemovableHandle | None = None
+        self._handle: Handle | None = None
         self._is_fixed = self.is_called = False
         if not in_passes_only:
             self.register()
@@ -113,7 +120,7 @@ class RepeatedCalls:
         self.pause("model", hooks)
         return True
 
-    def other_pass(self, hooks: Sequence[PassHook], sentinel: Callable[[], RemovableHandle]) -> bool:
+    def other_pass(self, hooks: Sequence[PassHook], sentinel: Callable[[], Handle]) -> bool:
         """Count a pass that is not of training, or has no gradients. Returns whether there are too many, and all hooks were removed.
 
         Args:
@@ -198,6 +205,11 @@ class CallCount:
         self._repeated, self._path = repeated, path
         self._turn = self._calls = 0
         self.hook: PassHook | None = None
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """The turn of the last call, and its number in that turn, from 1."""
+        return self._turn, self._calls
 
     def is_surplus(self) -> bool:
         """Count a call. Returns whether it is beyond those that are observed in a turn, and the hook was removed."""

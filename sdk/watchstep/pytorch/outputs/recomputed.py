@@ -15,6 +15,7 @@ from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import TensorInfo
 from watchstep.kernels.measurement import Kernel
+from watchstep.pytorch.outputs.pass_hooks import CallCount
 from watchstep.pytorch.probes.staging import views
 
 _ELEMENTS = 256
@@ -27,6 +28,8 @@ _MODULES = 32
 class RecomputedOutputs:
     """Compares the outputs of one model's modules in steps in which they are measured. Runs on the training thread.
 
+    Of several calls of a module before one backward pass, the last one is computed again first, and not each of them is measured. So only a single call is compared.
+
     Attributes:
         is_active: Whether a module has been computed in a backward pass. Before that nothing is kept.
     """
@@ -37,29 +40,41 @@ class RecomputedOutputs:
         self._kernel = kernel
         self.is_active = False
         self._step = -1
-        self._first: dict[str, Tensor | None] = {}
+        self._passes = 0
+        self._first: dict[str, tuple[Tensor, tuple[int, int]]] = {}
         self._compared: list[tuple[TensorInfo, Tensor, Tensor]] = []
         self._groups: dict[str, Group] = {}
 
+    def model_called(self) -> None:
+        """Count a pass of the model with gradients, in which modules may have no hooks that count their calls."""
+        self._passes += 1
+        self._first.clear()
+
+    def end_turn(self) -> None:
+        """Handle a backward pass or an update."""
+        self._passes = 0
+
+    def forget(self, info: TensorInfo) -> None:
+        """Handle a call of a module in another mode, which the backward pass may compute again too."""
+        self._first.pop(info.name, None)
+
     @torch.no_grad()
-    def first(self, info: TensorInfo, outputs: list[Tensor]) -> None:
-        """Keep elements of an output of the first pass. Of a module that is called again in the step nothing is compared."""
+    def first(self, info: TensorInfo, outputs: list[Tensor], calls: CallCount) -> None:
+        """Keep elements of an output of the first pass, if it is of the only call before the backward pass so far."""
         if not self._enabled or len(outputs) != 1:
             return
         if self._step != self._recorder.step:
             self._step = self._recorder.step
             self._first.clear()
-        if info.name in self._first:
-            self._first[info.name] = None
-        elif len(self._first) < _MODULES:
-            self._first[info.name] = views(outputs, _ELEMENTS)[0].clone()
+        if self._passes <= 1 and calls.last[1] == 1 and len(self._first) < _MODULES:
+            self._first[info.name] = views(outputs, _ELEMENTS)[0].clone(), calls.last
 
     @torch.no_grad()
-    def again(self, info: TensorInfo, outputs: list[Tensor]) -> None:
-        """Keep elements of the output of the second pass, which may run on a thread of autograd's."""
+    def again(self, info: TensorInfo, outputs: list[Tensor], calls: CallCount) -> None:
+        """Keep elements of the output of the second pass, which may run on a thread of autograd's, unless the module was called meanwhile."""
         self.is_active = True
-        first = self._first.pop(info.name, None)
-        if first is not None and len(outputs) == 1:
+        first, call = self._first.pop(info.name, (None, None))
+        if first is not None and call == calls.last and len(outputs) == 1:
             self._compared.append((info, first, views(outputs, _ELEMENTS)[0].clone()))
 
     @torch.no_grad()
