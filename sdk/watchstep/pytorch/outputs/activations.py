@@ -237,7 +237,9 @@ class ActivationHooks:
                 hooks.setdefault(self._encoder_of[key], []).append(hook)
         for path, inside in hooks.items():
             calls = CallCount(self._unmeasured.repeated, self._names.path(path))
-            self._encoders.append(EncoderCalls(modules[path], inside, self._passes, calls))
+            self._encoders.append(
+                EncoderCalls(modules[path], inside, self._passes, calls, self._session.health)
+            )
             self._pass_hooks.append(self._encoders[-1].hook)
         self._around_encoders = [
             module

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
 from watchstep.pytorch import internals
@@ -48,7 +49,12 @@ class EncoderCalls:
     """
 
     def __init__(
-        self, encoder: nn.Module, hooks: Sequence[PassHook], passes: ForwardPasses, calls: CallCount
+        self,
+        encoder: nn.Module,
+        hooks: Sequence[PassHook],
+        passes: ForwardPasses,
+        calls: CallCount,
+        health: RecorderHealth,
     ) -> None:
         """Create it.
 
@@ -57,8 +63,9 @@ class EncoderCalls:
             hooks: Hooks of modules in it.
             passes: Decides which calls are recorded.
             calls: Counts its calls.
+            health: Counts faults, which do not reach the program.
         """
-        self.encoder = encoder
+        self.encoder, self._health = encoder, health
         self._hooks, self._passes, self._calls = hooks, passes, calls
         self.hook = calls.hook = PassHook(
             lambda: internals.WrappedCalls(encoder, self._call), of_layer=True, in_passes_only=True
@@ -80,6 +87,8 @@ class EncoderCalls:
         try:
             for hook in self._hooks:
                 change(hook)
+        except Exception as error:  # noqa: BLE001 - no fault may end the program
+            self._health.fault("activations", error)
         finally:
             own_work.leave()
 
