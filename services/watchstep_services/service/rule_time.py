@@ -307,3 +307,5 @@ class LargeTurn:
         """Release the turn of a project, after the evaluation was committed or has failed."""
         with self._lock:
             self._taken_by.discard(project)
+            # It was refused while it had this turn. If another process has evaluated the refused run, it does not try again.
+            self._waiting.pop(project, None)

@@ -21,6 +21,7 @@ from watchstep.errors import ConfigError
 from watchstep_services.api import openapi
 from watchstep_services.api.middleware.etags import IfMatch, require_match, tag
 from watchstep_services.api.middleware.idempotency import Once
+from watchstep_services.api.queries.state import Queries
 from watchstep_services.api.schemas import problems
 from watchstep_services.api.schemas.filters import time_ns
 from watchstep_services.api.schemas.paging import ListOrder, Paged
@@ -77,6 +78,7 @@ def client(driven: Driven) -> Client:
     """On each kind of database."""
     app = FastAPI()
     app.state.service = driven.service
+    app.state.queries = Queries.of(driven.service)
     problems.install(app)
     openapi.install_conventions(app)
     app.include_router(router)

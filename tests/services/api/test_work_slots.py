@@ -74,10 +74,9 @@ def test_rule_checks_of_a_project_block_no_other_request(api: Api, monkeypatch: 
     assert api.status("POST", RUNS, {"run": "second", "rules": [RULE]}) == 200
 
 
-def test_a_project_has_one_registration_with_rules_at_a_time(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rules = [{"rule": "overfit"}]
+@contextmanager
+def blocked_registration(monkeypatch: pytest.MonkeyPatch, api: Api) -> Iterator[threading.Event]:
+    """A registration of project vision that continues when the event is set, at the end of the block at the latest."""
     entered, released = threading.Event(), threading.Event()
     check = registration.check
 
@@ -87,22 +86,52 @@ def test_a_project_has_one_registration_with_rules_at_a_time(
             assert released.wait(60)
         check(requested)
 
-    monkeypatch.setattr(registration, "check", blocking)
-    mine: dict[str, Any] = {"role": "recorder", "project": "vision"}
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(api.call, "POST", RUNS, {"run": "first", "rules": rules}, **mine)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
+        patch.setattr(registration, "check", blocking)
+        body = {"run": "first", "rules": [{"rule": "overfit"}]}
+        first = threads.submit(api.call, "POST", RUNS, body, role="recorder", project="vision")
         try:
             assert entered.wait(60)
-            refused = api.call("POST", RUNS, {"run": "second", "rules": rules}, **mine)
-            assert (refused.status_code, refused.headers.get("retry-after")) == (429, "1")
-            assert "too many registrations with rules of project vision" in refused.text
-            assert api.status("POST", RUNS, {"run": "plain"}, **mine) == 200
-            others = "/v1/projects/language/runs"
-            assert api.status("POST", others, {"run": "other", "rules": rules}) == 200
+            yield released
         finally:
             released.set()
         assert first.result(60).status_code == 200
-    assert api.status("POST", RUNS, {"run": "second", "rules": rules}, **mine) == 200
+
+
+@pytest.mark.parametrize("rules", [[], [{"rule": "overfit"}]], ids=["plain", "with rules"])
+def test_a_project_registers_one_run_at_a_time(
+    api: Api, monkeypatch: pytest.MonkeyPatch, rules: list[dict[str, Any]]
+) -> None:
+    second = {"run": "second", "rules": rules}
+    monkeypatch.setattr("watchstep_services.api.middleware.request_limits.REGISTRATION_SECONDS", 0.1)
+    with blocked_registration(monkeypatch, api):
+        refused = api.call("POST", RUNS, second, role="recorder", project="vision")
+        assert (refused.status_code, refused.headers.get("retry-after")) == (429, "1")
+        assert "too many registrations of project vision" in refused.text
+        others = "/v1/projects/language/runs"
+        assert api.status("POST", others, {"run": "other", "rules": rules}) == 200
+    assert api.status("GET", f"{RUNS}/second") == 404  # a refused registration has no effect afterwards
+    assert api.status("POST", RUNS, second, role="recorder", project="vision") == 200
+
+
+def test_registrations_of_one_second_wait_and_occupy_no_threads(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = {"authorization": f"Bearer {api.token('recorder', 'vision')}"}
+    viewer = {"authorization": f"Bearer {api.token('viewer', 'vision')}"}
+
+    async def register(released: threading.Event) -> list[int]:
+        transport = httpx.ASGITransport(api.client.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service.test") as client:
+            bodies = [{"run": f"run-{number}"} for number in range(60)]
+            waiting = [asyncio.create_task(client.post(RUNS, json=body, headers=headers)) for body in bodies]
+            assert (await client.get(RUNS, headers=viewer)).status_code == 200
+            released.set()
+            return [(await answer).status_code for answer in waiting]
+
+    monkeypatch.setattr("watchstep_services.api.middleware.request_limits.REGISTRATION_SECONDS", 60.0)
+    with blocked_registration(monkeypatch, api) as released:
+        assert asyncio.run(register(released)) == [200] * 60
 
 
 def test_a_registration_prepares_its_rules_before_the_transaction(

@@ -5,19 +5,24 @@ Size: address, headers, body, and nesting depth of the body's JSON. Servers have
 Text: UTF-8 without unpaired surrogates. Python's JSON parser accepts others, but neither databases nor responses can contain them.
 
 Concurrency: requests that wait for a checking process, a receiver or a store occupy a thread of the pool that all requests share.
-If no slot is free, such a request is refused with 429 at once.
+If no slot is free, such a request is refused with 429 at once. Registrations of runs have threads of their own, and wait for one for some
+seconds without occupying another.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from fastapi import Depends, Request
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope
@@ -28,6 +33,7 @@ from watchstep_rules.registry import KINDS
 from watchstep_rules.rule_files import rule_file
 from watchstep_services.api.queries.state import Slots
 from watchstep_services.api.schemas.problems import RequestRefusedError
+from watchstep_services.core.fair_threads import FairThreads
 
 MOST_PATH = 4 * 1024
 MOST_QUERY = 16 * 1024
@@ -170,8 +176,14 @@ _TESTS_OF_PROJECT, _TESTS = 2, 6
 _STORE_CHECKS_OF_PROJECT, _STORE_CHECKS = 2, 4
 
 _REGISTRATIONS_OF_PROJECT, _REGISTRATIONS = 1, 4
-"""Registrations with rules. A hundred rules take some tenths of a second of the interpreter and the database's write lock, for which the
-stops of all projects wait."""
+"""Threads that register runs. A hundred rules, of the request or of the run, take some tenths of a second of the interpreter and the
+database's write lock, for which the stops of all projects wait."""
+
+REGISTRATION_SECONDS = 2.0
+"""How long a registration waits for the others of its project, of which hundreds may start in the same second. Recorders wait 5 s for an
+answer."""
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -182,13 +194,13 @@ class WorkSlots:
         rule_checks: checks of rules in a separate process; one project may use half of these processes.
         receiver_tests: tests of receivers.
         store_checks: checks of stores.
-        registrations: registrations of runs with rules.
+        registrations: threads that register runs, fairly by project.
     """
 
     rule_checks: Slots
     receiver_tests: Slots
     store_checks: Slots
-    registrations: Slots
+    registrations: FairThreads
 
     @classmethod
     def of_process(cls) -> WorkSlots:
@@ -198,7 +210,7 @@ class WorkSlots:
             Slots(max(1, processes // 2), max(2, processes), "rule checks"),
             Slots(_TESTS_OF_PROJECT, _TESTS, "receiver tests"),
             Slots(_STORE_CHECKS_OF_PROJECT, _STORE_CHECKS, "store checks"),
-            Slots(_REGISTRATIONS_OF_PROJECT, _REGISTRATIONS, "registrations with rules"),
+            FairThreads(_REGISTRATIONS, "watchstep-registration", _REGISTRATIONS_OF_PROJECT),
         )
 
     def checked_rules(self, project: str, rules: Sequence[Any]) -> tuple[RuleConfig, ...]:
@@ -212,20 +224,34 @@ class WorkSlots:
         with self.checking(project, _kinds_in(rules)):
             return check_rules(rules)
 
-    def registering(self, project: str, rules: Sequence[Any]) -> AbstractContextManager[object]:
-        """Return a context in which the rule configs of a registration may be checked and the run registered.
+    async def register(self, project: str, rules: Sequence[Any], work: Callable[[], _Result]) -> _Result:
+        """Check the rule configs of a registration and register the run, one run of a project at a time.
 
-        Rules that are checked in a separate process have the slot of the check; other rules that of a registration.
+        Rules that are checked in a separate process have the slot of the check instead, because they would delay the project's other runs.
+
+        Args:
+            project: name of the project.
+            rules: rule configs of the request.
+            work: checks and registers; called in a thread.
 
         Raises:
-            RequestRefusedError: 429; another registration with rules, or too many checks, are in progress.
+            RequestRefusedError: 429; too many other registrations wait, or too many checks are in progress.
         """
         kinds = _kinds_in(rules)
-        return (
-            self.registrations.acquire(project)
-            if rules and not _has_process(kinds)
-            else self.checking(project, kinds)
-        )
+        if _has_process(kinds):
+            with self.checking(project, kinds):
+                return await run_in_threadpool(work)
+        context = contextvars.copy_context()  # log fields and the trace
+        registration = self.registrations.submit(project, partial(context.run, work))
+        result = asyncio.wrap_future(registration)
+        await asyncio.wait([result], timeout=REGISTRATION_SECONDS)
+        if not result.done() and registration.cancel():
+            raise RequestRefusedError(
+                429,
+                f"too many registrations of project {project} are in progress",
+                "repeat the request after one of them has ended",
+            )
+        return await result
 
     def checking(self, project: str, kinds: Sequence[object]) -> AbstractContextManager[object]:
         """Return a context in which rules may be checked: with a slot if the check of one of them needs a separate process.
@@ -239,7 +265,7 @@ class WorkSlots:
 
 
 def check_rules(rules: Sequence[Any]) -> tuple[RuleConfig, ...]:
-    """Check the rule configs of a request like those of a rule file, in a context of `WorkSlots.registering`.
+    """Check the rule configs of a request like those of a rule file, in the work of `WorkSlots.register`.
 
     Raises:
         BusyError: a query cannot be checked now.

@@ -200,6 +200,7 @@ class Queries:
         part_threads: threads that read parts of streamed responses.
         traces: cache of opened traces.
         views: cache of encoded views.
+        page_lock: held by the one request that reads a large page of a list.
     """
 
     service: Service
@@ -209,6 +210,7 @@ class Queries:
     part_threads: CapacityLimiter
     traces: OpenedTraces
     views: ViewCache
+    page_lock: threading.Lock
 
     @classmethod
     def of(cls, service: Service) -> Queries:
@@ -223,11 +225,29 @@ class Queries:
             CapacityLimiter(_PARTS),
             OpenedTraces(),
             ViewCache(),
+            threading.Lock(),
         )
 
     def budget(self) -> ReadBudget:
         """Start a new budget."""
         return ReadBudget(self.service.settings.query_seconds, self.service.settings.query_mb)
+
+    @contextmanager
+    def large_page(self, project: str) -> Iterator[None]:
+        """Occupy a slot for a page of a list that takes megabytes, one at a time: each occupies the interpreter while it is built and encoded.
+
+        Raises:
+            RequestRefusedError: 429; too many queries are in progress, or other pages took all the time.
+        """
+        with self.slots.acquire(project):
+            if not self.page_lock.acquire(timeout=self.service.settings.query_seconds):
+                raise RequestRefusedError(
+                    429, "other large pages of lists are in progress", "repeat the request in some seconds"
+                )
+            try:
+                yield
+            finally:
+                self.page_lock.release()
 
     @contextmanager
     def open_run(self, project: str, run: str) -> Iterator[tuple[Run, ReadBudget]]:

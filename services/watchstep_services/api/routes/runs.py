@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, Field
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -54,16 +55,22 @@ from watchstep_services.tenancy import ConflictError, bound_job, capture_documen
 router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
 
 
-@router.post("", summary="Register a run")
+@router.post("", summary="Register a run", response_model=RegisteredRun)
 @permits("record", run_in_body=True)
-def register_run(
+async def register_run(
     project: str, body: RunInput, service: Served, caller: Caller, slots: Working
-) -> RegisteredRun:
+) -> Response:
     """Register a run, before or after its first segment is on the store. Idempotent.
 
     The service owner's rules also evaluate the run. The requested rules stop a job only if an operator has allowed it; otherwise
     the audit log records the stop that they would have requested.
     """
+    work = partial(_register, service, project, body, caller)
+    return Response(await slots.register(project, body.rules, work), media_type="application/json")
+
+
+def _register(service: Service, project: str, body: RunInput, caller: AuthenticatedCaller) -> bytes:
+    """Register a run; returns the answer, which is encoded here because that takes as long as the rest if the run has many rules."""
     if caller.run is not None:
         _check_token_run(service, project, body.run, caller.run)
     operator = caller.may("operate")
@@ -84,10 +91,9 @@ def register_run(
     job = _handle(body.job) if body.job is not None else None  # refused before anything is written
     origin: Origin = "operator" if operator else "recorder"
     source = RunOrigin(body.store, caller.token if operator else "")
-    with slots.registering(project, body.rules):
-        with no_programs("" if operator else NOT_FROM_RECORDERS):
-            rules = check_rules(body.rules)
-        run_id = register(service, project, body.run, rules, origin, source)
+    with no_programs("" if operator else NOT_FROM_RECORDERS):
+        rules = check_rules(body.rules)
+    run_id = register(service, project, body.run, rules, origin, source)
     if body.allow_stop:
         _allow(service, project, rules, caller.who, body.allow_stop)
     if job is not None:
@@ -98,7 +104,8 @@ def register_run(
         capture = capture_document(session, project)
         store_id = service.stores.id_of(find_run(session, project, body.run).place)
     page_url = service.links.run(project, body.run)
-    return RegisteredRun(**dict(output), store_id=store_id, capture=capture, page_url=page_url)
+    answer = RegisteredRun(**dict(output), store_id=store_id, capture=capture, page_url=page_url)
+    return answer.model_dump_json().encode()
 
 
 @router.get("", summary="List runs")

@@ -8,16 +8,17 @@ from __future__ import annotations
 import base64
 import heapq
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import itemgetter
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Depends, Query, Request, Response
 from pydantic import BaseModel, Field
-from sqlalchemy import ColumnElement, and_, or_, select
-from sqlalchemy.orm import InstrumentedAttribute, Session
+from sqlalchemy import ColumnElement, and_, inspect, or_, select
+from sqlalchemy.orm import InstrumentedAttribute, Mapper, Session
 
 from watchstep.errors import ConfigError
 
@@ -25,6 +26,15 @@ Row = TypeVar("Row")
 Item = TypeVar("Item")
 
 MAX_LIMIT = 1000
+MAX_BYTES = 4 * 1024 * 1024
+"""Size of a page's rows from which the page ends before its limit. It has one row at least."""
+
+FREE_BYTES = 256 * 1024
+"""Size up to which a page is read without a slot of a query."""
+
+_FIRST_ROWS, _MOST_ROWS = 8, 128
+"""Rows of the first statement, and of one of the later ones, each of which reads twice as many, so that a page is cut before all of it is in memory."""
+
 _MAX_TOKEN = 2048
 _LARGEST = 2**63
 
@@ -58,6 +68,7 @@ class Paging:
     after: tuple[int | str, ...] | None
     _request: Request
     _response: Response
+    _occupy: Callable[[], object]
 
     def fetch(
         self,
@@ -68,6 +79,8 @@ class Paging:
     ) -> tuple[list[Row], str | None]:
         """Return a page of rows and the token of the next page. Also set the ``Link`` header of the response.
 
+        A page ends at `MAX_BYTES`, and occupies a slot of the project's queries beyond `FREE_BYTES`, until it is answered.
+
         Args:
             session: the transaction.
             entity: class of the rows.
@@ -76,17 +89,42 @@ class Paging:
 
         Raises:
             ConfigError: the token does not belong to this list.
+            RequestRefusedError: 429; the page is large, and too many queries are in progress.
         """
-        statement = select(entity).where(*conditions)
-        if self.after is not None:
-            statement = statement.where(_after(orders, self._position(orders)))
+        rows: list[Row] = []
+        size, is_free = 0, True
+        for row in self._rows(session, entity, tuple(conditions), orders):
+            size += _size_of(row)
+            if rows and (len(rows) == self.limit or size > MAX_BYTES):
+                return rows, self.next_token(*_position_of(rows[-1], orders))
+            if is_free and size > FREE_BYTES:
+                self._occupy()
+                is_free = False
+            rows.append(row)
+        return rows, None
+
+    def _rows(
+        self,
+        session: Session,
+        entity: type[Row],
+        conditions: Sequence[ColumnElement[bool]],
+        orders: Sequence[ListOrder],
+    ) -> Iterator[Row]:
+        """Yield the rows of the page and the one after it, read in parts."""
+        ordered = select(entity).where(*conditions)
         for order in orders:
-            statement = statement.order_by(order.column.desc() if order.descending else order.column)
-        rows = list(session.execute(statement.limit(self.limit + 1)).scalars())
-        if len(rows) <= self.limit:
-            return rows, None
-        rows = rows[: self.limit]
-        return rows, self.next_token(*(getattr(rows[-1], order.column.key) for order in orders))
+            ordered = ordered.order_by(order.column.desc() if order.descending else order.column)
+        after = None if self.after is None else self._position(orders)
+        rest, most = self.limit + 1, _FIRST_ROWS
+        while rest:
+            statement = ordered if after is None else ordered.where(_after(orders, after))
+            part = min(rest, most)
+            rows = session.execute(statement.limit(part)).scalars().all()
+            yield from rows
+            if len(rows) < part:
+                return
+            after = _position_of(rows[-1], orders)
+            rest, most = rest - part, min(2 * most, _MOST_ROWS)
 
     def fetch_sorted(
         self, positions: Sequence[tuple[Any, ...]], items: Sequence[Item]
@@ -141,6 +179,27 @@ class Paging:
         return self.after
 
 
+def _position_of(row: object, orders: Sequence[ListOrder]) -> tuple[int | str, ...]:
+    return tuple(getattr(row, order.column.key) for order in orders)
+
+
+def _size_of(row: object) -> int:
+    """Return about the size of a row's texts and documents in bytes."""
+    mapper = inspect(type(row))
+    assert isinstance(mapper, Mapper)
+    return sum(_size(getattr(row, name)) for name in mapper.column_attrs.keys())  # noqa: SIM118 - not a mapping
+
+
+def _size(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(name) + _size(entry) for name, entry in value.items())
+    if isinstance(value, list):
+        return sum(map(_size, value))
+    return 8
+
+
 def _after(orders: Sequence[ListOrder], position: Sequence[Any]) -> ColumnElement[bool]:
     """Return the condition for rows after a position, in lexical order."""
     cases = []
@@ -153,10 +212,17 @@ def _after(orders: Sequence[ListOrder], position: Sequence[Any]) -> ColumnElemen
     return or_(*cases)
 
 
+class _Queries(Protocol):
+    def large_page(self, project: str) -> AbstractContextManager[object]: ...
+
+
 async def _paging(
     request: Request,
     response: Response,
-    limit: Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Maximum number of items.")] = 100,
+    limit: Annotated[
+        int,
+        Query(ge=1, le=MAX_LIMIT, description="Maximum number of items. A page of large items has fewer."),
+    ] = 100,
     page_token: Annotated[
         str | None,
         Query(
@@ -164,12 +230,18 @@ async def _paging(
             description="Field next_page_token of the previous page; default: the first page.",
         ),
     ] = None,
-) -> Paging:
-    return Paging(limit, None if not page_token else _read(page_token), request, response)
+) -> AsyncIterator[Paging]:
+    queries: _Queries = request.app.state.queries
+    project = request.path_params.get("project", "")
+    with ExitStack() as occupied:
+        after = None if not page_token else _read(page_token)
+        yield Paging(
+            limit, after, request, response, lambda: occupied.enter_context(queries.large_page(project))
+        )
 
 
-Paged = Annotated[Paging, Depends(_paging)]
-"""Parameter of an endpoint that returns pages."""
+Paged = Annotated[Paging, Depends(_paging, scope="function")]
+"""Parameter of an endpoint that returns pages. Its slot is released when the answer is encoded, not when the client has read it."""
 
 
 def _read(token: str) -> tuple[int | str, ...]:

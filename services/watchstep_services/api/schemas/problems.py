@@ -182,13 +182,26 @@ def _watchstep(_request: Request, error: Exception) -> JSONResponse:
 def _invalid(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    _drop_tracebacks(error.__cause__, *(entry.get("ctx", {}).get("error") for entry in error.errors()))
     location = ".".join(str(part) for part in first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
     return problem(422, "Invalid", f"{location}: {message}", "see /docs for the parameters of this address")
 
 
+def _drop_tracebacks(*causes: object) -> None:
+    """Drop the tracebacks of the errors of parsers and validators that caused a refusal.
+
+    Their frames lead to frames of the framework, whose variables contain the refusal. This cycle would keep the body of the request until
+    a collection (`core.process`).
+    """
+    for cause in causes:
+        if isinstance(cause, BaseException):
+            cause.__traceback__ = None
+
+
 def _http(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    _drop_tracebacks(error.__cause__)
     if (
         error.status_code == 400
     ):  # not JSON at all: the framework uses a status of its own, the OpenAPI document does not

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -220,6 +222,59 @@ def test_head_is_get_without_a_body(api: Api) -> None:
         "GET, HEAD",
         "no-store",
     )
+
+
+_LONG = b'"' + b"x" * 500_000 + b'"'
+_SEGMENTS = b'"attempt": "a1", "segments": [{"node": "n", "writer": "w0", "seq": 0, "first": 0, "last": 1}]'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"health": {"k": ' + _LONG + b"}, " + _SEGMENTS + b"}",
+        b'{"health": {"k": ' + _LONG + b"}, " + _SEGMENTS,
+        b'{"health": {"k": ' + _LONG + b"}, " + _SEGMENTS.replace(b'"a1"', b"1") + b"}",
+        b'{"health": {"k": ' + _LONG + b', "n": ' + b"9" * 5000 + b"}, " + _SEGMENTS + b"}",
+    ],
+    ids=["a validator refuses it", "its end is missing", "a value has another type", "a number is too long"],
+)
+def test_a_refused_body_leaves_memory_without_a_collection(api: Api, content: bytes) -> None:
+    path = f"{RUNS}/run-1/announcements"
+    headers = [
+        (b"authorization", f"Bearer {api.token('recorder', 'vision')}".encode()),
+        (b"content-type", b"application/json"),
+    ]
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(),
+        "query_string": b"", "root_path": "", "client": ("127.0.0.1", 1), "server": ("service.test", 80),
+    }  # fmt: skip
+
+    async def post() -> int:
+        requests, statuses = [{"type": "http.request", "body": content}], []
+
+        async def receive() -> Any:
+            return requests.pop() if requests else {"type": "http.disconnect"}
+
+        async def answer(message: Any) -> None:
+            statuses.append(message.get("status"))
+
+        await api.client.app({**scope, "headers": list(headers), "state": {}}, receive, answer)
+        return int(statuses[0])
+
+    async def post_repeatedly() -> int:
+        statuses = {await post() for _ in range(2)}
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            statuses |= {await post() for _ in range(20)}
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+            assert statuses == {422}
+
+    assert asyncio.run(post_repeatedly()) < 4 * len(content)
 
 
 def depth_by_hand(value: Any) -> int:

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+import sqlalchemy.event
+from sqlalchemy import select, update
 
 from tests.services.announcing import announcing
 from tests.services.api.conftest import Api
@@ -20,8 +21,9 @@ from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.platform.process import ProcessIdentity
 from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
+from watchstep_services.api.schemas import paging
 from watchstep_services.core.settings import NANOSECONDS
-from watchstep_services.db.models import RunRow
+from watchstep_services.db.models import EventRow, RunRow
 
 RUNS = "/v1/projects/vision/runs"
 STOPS = {"rule": "non_finite_values", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
@@ -387,6 +389,59 @@ def test_events_of_a_run_and_of_the_project(judged: Api) -> None:
     rest = judged.get(f"{PROJECT}/events?page_token={first['next_page_token']}")
     assert [*first["events"], *rest["events"]] == every
     assert judged.get(f"{PROJECT}/events?after={rest['after']}")["events"] == []
+
+
+def add_large_events(api: Api, count: int, size: int) -> None:
+    """Publish events with messages of some size for a run of the project."""
+    with api.driven.service.database.write() as session:
+        event = session.execute(select(EventRow).limit(1)).scalar_one()
+        for number in range(count):
+            data = {**event.event, "id": f"large-{number}", "data": {"message": "x" * size}}
+            session.add(
+                EventRow(
+                    id=f"large-{number}", run_id=event.run_id, type="large", event=data, created_ns=event.created_ns + number
+                )
+            )  # fmt: skip
+
+
+def test_a_page_of_large_rows_ends_before_its_limit(judged: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paging, "MAX_BYTES", 200_000)
+    add_large_events(judged, 60, 20_000)
+    loaded: list[int] = []
+
+    def load(row: EventRow, *_more: object) -> None:
+        loaded.append(row.number)
+
+    sizes, received, token = [], [], ""
+    sqlalchemy.event.listen(EventRow, "load", load)
+    try:
+        while True:
+            loaded.clear()
+            page = judged.get(f"{PROJECT}/events?type=large&limit=1000{token}")
+            sizes.append(len(page["events"]))
+            received += [event["id"] for event in page["events"]]
+            assert len(loaded) <= 32
+            if page["next_page_token"] is None:
+                break
+            token = f"&page_token={page['next_page_token']}"
+    finally:
+        sqlalchemy.event.remove(EventRow, "load", load)
+    assert received == [f"large-{number}" for number in range(60)]
+    assert set(sizes[:-1]) == {9}
+    monkeypatch.setattr(paging, "MAX_BYTES", 1)
+    assert len(judged.get(f"{PROJECT}/events?limit=1000")["events"]) == 1
+
+
+def test_large_pages_are_queries_and_small_ones_are_free(judged: Api) -> None:
+    add_large_events(judged, 20, 20_000)
+    limited = judged.with_settings(project_queries=1)
+    listing = f"{PROJECT}/events?type=large&limit="
+    with limited.client.app.state.queries.slots.acquire("vision"):
+        refused = limited.call("GET", f"{listing}1000", role="viewer")
+        assert (refused.status_code, refused.headers.get("retry-after")) == (429, "1")
+        assert limited.status("GET", f"{listing}5", role="viewer") == 200
+    for _ in range(2):  # the slot is free again
+        assert len(limited.get(f"{listing}1000")["events"]) == 20
 
 
 RULES = f"{PROJECT}/runs/run-2/rules"

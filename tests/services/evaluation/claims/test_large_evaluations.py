@@ -170,6 +170,21 @@ def test_large_evaluations_of_one_project_delay_no_other(monkeypatch: pytest.Mon
         clock[0] += 1.0
 
 
+def test_a_project_that_had_its_turn_and_does_not_try_again_delays_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("watchstep_services.service.rule_time.time.monotonic", lambda: clock[0])
+    turn = rule_time.LargeTurn()
+    assert turn.take("first")
+    assert not turn.take("first")  # another worker evaluates the run that was refused here
+    clock[0] += 1.0
+    assert turn.take("second")
+    turn.release("first")
+    turn.release("second")
+    assert turn.take("second")  # although its last turn was later
+
+
 def test_a_large_evaluation_is_left_to_the_next_process_if_this_one_ends(
     driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
