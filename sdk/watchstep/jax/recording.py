@@ -34,7 +34,7 @@ from watchstep.jax.host_values import HostLayout, JaxArrays, is_on_host
 from watchstep.jax.internals import has_rings, jax_names, surroundings
 from watchstep.jax.names import describe, layer_descriptions
 from watchstep.jax.replay.step_bundles import StepBundles
-from watchstep.jax.ring.ring_reader import RingReader
+from watchstep.jax.ring.ring_reader import RingReader, warn_of_unobserved
 from watchstep.jax.ring.ring_snapshots import RingStep
 from watchstep.jax.step_settings import StepSettings, request_settings, withdraw_settings
 from watchstep.jax.traced_updates import (
@@ -289,7 +289,9 @@ class UpdateReader:
                 is_usable = model.ring.check()
             if not is_usable:
                 function.disable()
-                self._session.health.note("jax", "a step is not observed any more after a call of it failed")
+                warn_of_unobserved(
+                    self._session.health, "a step is not observed any more after a call of it failed"
+                )
 
     def _wait(self, rings: Sequence[RingReader]) -> None:
         """Wait for the last call. The next one depends on it: waiting is the program's time, not the recorder's."""
@@ -382,7 +384,7 @@ class UpdateReader:
             try:
                 activation_ring.count_inner(update.emitted)
             except ValueError as reason:
-                self._session.health.note("jax", str(reason))
+                self._session.health.note("activations", str(reason))
 
     def _rings(self) -> list[RingReader]:
         return [model.ring for model in self._models.values() if model.ring is not None]
@@ -443,8 +445,8 @@ class UpdateReader:
                 self._make_room()
             if len(self._models) >= _MAX_RECORDERS:
                 self._session.health.count("unobserved_optimizers")
-                self._session.health.note(
-                    "jax",
+                warn_of_unobserved(
+                    self._session.health,
                     f"updates of more than {_MAX_RECORDERS} models within {_CALLS_UNTIL_OVER} calls are not observed",
                 )
                 return None
@@ -684,10 +686,15 @@ class Recording:
         traced_updates.observers_of_inner.append(self.inner_update)
         traced_updates.faults.append(session.health.fault)
         traced_updates.not_observed.append(self.not_observed)
+        traced_updates.activations_not_observed.append(self.activations_not_observed)
 
     def not_observed(self, what: str) -> None:
-        """State in health what is not observed."""
-        self._health.note("jax", what)
+        """State that updates are not observed."""
+        warn_of_unobserved(self._health, what)
+
+    def activations_not_observed(self, what: str) -> None:
+        """State in health that activations are not observed."""
+        self._health.note("activations", what)
 
     def about_to_dispatch(self, function: CompiledStep, arguments: Any) -> None:
         """Measure the weights before the first update of a program."""
@@ -723,6 +730,7 @@ class Recording:
         if self.inner_update in traced_updates.observers_of_inner:
             traced_updates.observers_of_inner.remove(self.inner_update)
             traced_updates.not_observed.remove(self.not_observed)
+            traced_updates.activations_not_observed.remove(self.activations_not_observed)
             traced_updates.faults.remove(self._health.fault)
 
 

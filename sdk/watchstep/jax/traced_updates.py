@@ -382,7 +382,10 @@ observers_of_inner: list[Inner] = []
 """Called for updates that no collector can return: at trace time, or outside of all traces at each update. They raise nothing at trace time."""
 
 not_observed: list[Callable[[str], None]] = []
-"""Called at trace time with what is not observed."""
+"""Called at trace time with updates that are not observed, and why."""
+
+activations_not_observed: list[Callable[[str], None]] = []
+"""The same of activations."""
 
 faults: list[Callable[[str, Exception], None]] = []
 """Called with the recorder's own failures at trace time, which never reach the program."""
@@ -582,10 +585,8 @@ def note_update(update: TracedUpdate, earlier: Call | None = None) -> None:
         loss = None if found is None else found.value
     elif collector.is_current and not _measures_on_device():
         if not collector.note_update(update):
-            report(
-                "update",
-                RuntimeError(f"more than {_MAX_UPDATES} updates in one step: the others are not recorded"),
-            )
+            for listener in tuple(not_observed):
+                listener(f"updates of a step after its first {_MAX_UPDATES} are not observed")
         return
     else:
         loss = collector.take_loss(update.gradients_of_program)
