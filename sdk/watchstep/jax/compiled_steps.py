@@ -351,6 +351,10 @@ class CompiledStep:
         self._called_updates = [(call, called), *self._called_updates][:_MAX_DESCRIPTIONS]
         return called
 
+    def recording_trace(self, arguments: Any, keywords: Any) -> Any:
+        """Return the trace of the recording form for a call, whose arguments may have been donated."""
+        return self._trace(arguments, keywords)[1]
+
     def _trace(self, arguments: Any, keywords: Any) -> tuple[StepOutputs, Any]:
         """Trace the recording form, once for each kind of arguments. Returns its updates and the trace."""
         try:
