@@ -31,6 +31,7 @@ class RecorderHealth:
         self._expected: dict[str, Callable[[BaseException], bool]] = {}
         self._notes: dict[str, str] = {}
         self._logged_notes: set[str] = set()
+        self._warned: set[str] = set()
         self._accounts: dict[str, Callable[[], dict[str, Any]]] = {}
 
     def count(self, name: str, by: int = 1) -> None:
@@ -91,6 +92,16 @@ class RecorderHealth:
                 self._logged_notes.add(name)
         if is_logged:
             _log.warning("watchstep: %s: %s", name, printable(text))
+
+    def warn(self, name: str, text: str) -> None:
+        """Add a note that the user must learn while the program runs, e.g. that NaN stops nothing. Each text is logged, once."""
+        self.note(name, text)
+        with self._lock:
+            is_logged = text not in self._warned and len(self._warned) < _MAX_KINDS
+            if is_logged:
+                self._warned.add(text)
+        if is_logged:
+            _log.warning("watchstep: %s", printable(text))
 
     def withdraw(self, name: str) -> None:
         """Remove a note that no longer applies."""

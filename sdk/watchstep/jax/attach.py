@@ -29,6 +29,7 @@ class FirstUpdate:
         compiled_steps.observe(self)
         traced_updates.observers_of_inner.append(self._inner)
         traced_updates.not_observed.append(self._not_observed)
+        traced_updates.activations_not_observed.append(self._activations_not_observed)
 
     def about_to_dispatch(self, function: CompiledStep, arguments: Any) -> None:
         """Start recording with this call."""
@@ -52,7 +53,11 @@ class FirstUpdate:
         recording = self._start()
         if recording is not None:
             recording.not_observed(what)
-            _log.warning("watchstep: %s: nothing of it is recorded, and NaN in it stops nothing", what)
+
+    def _activations_not_observed(self, what: str) -> None:
+        recording = self._start()
+        if recording is not None:
+            recording.activations_not_observed(what)
 
     def _start(self) -> Any:
         """Start recording, once. Never raises, because the program did not request a recorder."""
@@ -62,6 +67,7 @@ class FirstUpdate:
         compiled_steps.forget(self)
         traced_updates.observers_of_inner.remove(self._inner)
         traced_updates.not_observed.remove(self._not_observed)
+        traced_updates.activations_not_observed.remove(self._activations_not_observed)
         from watchstep.unattended import start_hook
 
         hook = start_hook("JAX")

@@ -34,6 +34,7 @@ from watchstep.jax.traced_updates import (
     StepOutputs,
     UpdateLayout,
     UpdateOutputs,
+    activations_not_observed,
     is_collecting,
     is_probing,
     not_observed,
@@ -322,7 +323,7 @@ class CompiledStep:
     def _unobserve(self, reason: str) -> None:
         """Observe the modules no more."""
         self._called_updates = []
-        for listener in tuple(not_observed):
+        for listener in tuple(activations_not_observed):
             listener(f"activations of a step are not observed: {reason.splitlines()[0][:200]}")
         self.observed.close()
         self._recording = self._compiled(self._forms.renew())
@@ -349,6 +350,10 @@ class CompiledStep:
         called = [CalledUpdate(layout, stacked[layout]) for layout in layouts]
         self._called_updates = [(call, called), *self._called_updates][:_MAX_DESCRIPTIONS]
         return called
+
+    def recording_trace(self, arguments: Any, keywords: Any) -> Any:
+        """Return the trace of the recording form for a call, whose arguments may have been donated."""
+        return self._trace(arguments, keywords)[1]
 
     def _trace(self, arguments: Any, keywords: Any) -> tuple[StepOutputs, Any]:
         """Trace the recording form, once for each kind of arguments. Returns its updates and the trace."""

@@ -5,6 +5,7 @@ An array of NumPy that shares the memory of one of JAX would keep it from being 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -232,6 +233,27 @@ class _Part:
 def is_on_host(array: Any) -> bool:
     """Return whether an array of JAX is in host memory."""
     return all(device.platform == "cpu" for device in array.devices())
+
+
+def host_memory(array: Any) -> list[NDArray[Any]] | None:
+    """Return the memory of the parts of an array, to be read at once: it is the array's, which the result does not refer to.
+
+    Returns:
+        An array of elements without a type for each part; None if it is not in host memory, not computed yet or deleted, or has elements of unknown size.
+    """
+    dtype = array.dtype
+    has_size = isinstance(dtype, np.dtype) and (dtype.kind in "biufc" or dtype.name in _WIDTHS)
+    if not has_size or array.is_deleted() or not (is_on_host(array) and array.is_ready()):
+        return None
+    parts = [shard.data for shard in array.addressable_shards]
+    return [
+        np.frombuffer(
+            (ctypes.c_char * part.nbytes).from_address(part.unsafe_buffer_pointer()),
+            np.dtype((np.void, dtype.itemsize)),
+        )
+        for part in parts
+        if part.size
+    ]
 
 
 def is_single(array: Any) -> bool:

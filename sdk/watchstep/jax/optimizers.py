@@ -161,19 +161,21 @@ def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate |
             return None
         if parameters is None:
             parameters = gradients
+    skipped, unmoved = _left_out(given["updates"], state, result)
     return TracedUpdate(
         gradients,
         parameters,
         _hyperparameters(after),
         emitted=emitted,
-        skipped=_left_out(given["updates"], state, result),
+        skipped=skipped,
+        unmoved=unmoved,
         passed=given["updates"],
         state=state,
     )
 
 
-def _left_out(gradients: Any, state: Any, result: Any) -> Any:
-    """Return whether an optimizer left its update out by itself, bool of shape (); None if it never does.
+def _left_out(gradients: Any, state: Any, result: Any) -> tuple[Any, Any]:
+    """Return whether an optimizer left its update out by itself, and whether the update of each parameter is zero then, as `UpdateOutputs` has them.
 
     States do not tell all of it. `optax.apply_if_finite` applies NaN after some errors in a row, and parts of an `optax.partition` decide each for
     its parameters. An update is left out if a part says so, all updates are finite, and those by gradients with NaN or infinity are zero.
@@ -183,19 +185,28 @@ def _left_out(gradients: Any, state: Any, result: Any) -> Any:
     parts = zip(*([part for part in kind if _may_leave_out(part)] for kind in kinds), strict=False)
     left_out = [_left_out_by_state(before, part) for before, part in parts]
     if not left_out:
-        return None
+        return None, None
     is_any = functools.reduce(jnp.logical_or, left_out)
     if _accumulates(after):
-        return is_any  # `optax.MultiSteps` leaves out all of a batch
+        return is_any, None  # `optax.MultiSteps` leaves out all of a batch
     given, made = jax.tree_util.tree_leaves(gradients), jax.tree_util.tree_leaves(updates)
+    is_known = jax.tree_util.tree_structure(gradients) == jax.tree_util.tree_structure(updates)
 
     def changes_nothing() -> Any:
         pairs = zip(given if len(given) == len(made) else [jnp.nan] * len(made), made, strict=True)
         return functools.reduce(jnp.logical_and, [_changes_nothing(*pair) for pair in pairs], is_any)
 
+    def zeros() -> Any:
+        return jnp.stack([jnp.all(jnp.asarray(update) == 0) for update in made])
+
     # A good step does not read its updates again. Outside of traces each `cond` would be compiled.
-    is_traced = isinstance(is_any, jax.core.Tracer)
-    return jax.lax.cond(is_any, changes_nothing, lambda: is_any) if is_traced else changes_nothing()
+    if not isinstance(is_any, jax.core.Tracer):
+        return changes_nothing(), None
+    if not (is_known and made):
+        return jax.lax.cond(is_any, changes_nothing, lambda: is_any), None
+    none = jnp.zeros(len(made), bool)
+    skipped, unmoved = jax.lax.cond(is_any, lambda: (changes_nothing(), zeros()), lambda: (is_any, none))
+    return skipped, unmoved
 
 
 def _left_out_by_state(before: Any, after: Any) -> Any:

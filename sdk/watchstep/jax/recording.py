@@ -33,8 +33,8 @@ from watchstep.jax.compiled_steps import CompiledStep, dispatching, stacked_of
 from watchstep.jax.host_values import HostLayout, JaxArrays, is_on_host
 from watchstep.jax.internals import has_rings, jax_names, surroundings
 from watchstep.jax.names import describe, layer_descriptions
-from watchstep.jax.replay.step_bundles import StepBundles
-from watchstep.jax.ring.ring_reader import RingReader
+from watchstep.jax.replay.step_bundles import BundledCall, StepBundles
+from watchstep.jax.ring.ring_reader import RingReader, warn_of_unobserved
 from watchstep.jax.ring.ring_snapshots import RingStep
 from watchstep.jax.step_settings import StepSettings, request_settings, withdraw_settings
 from watchstep.jax.traced_updates import (
@@ -129,6 +129,26 @@ class _PendingUpdate:
     activations: ActivationSnapshot | None = None
 
 
+@dataclass(frozen=True)
+class _PendingCall:
+    """A call whose updates are not read yet.
+
+    Attributes:
+        updates: its updates.
+        bundled: its arguments, for a bundle; None if they are not those of one update.
+    """
+
+    updates: Sequence[_PendingUpdate]
+    bundled: BundledCall | None
+
+
+class _CallWeights(threading.local):
+    """Weights that were measured before the call that a thread is about to make, by the id of their model."""
+
+    def __init__(self) -> None:
+        self.by_model: dict[int, _Premeasured] = {}
+
+
 _ModelKey = tuple[Any, ...]
 
 
@@ -153,8 +173,8 @@ class UpdateReader:
         self._models: dict[_ModelKey, _Model] = {}
         self._earlier: set[_ModelKey] = set()
         self._functions: weakref.WeakSet[CompiledStep] = weakref.WeakSet()
-        self._weights: dict[int, _Premeasured] = {}
-        self._pending: list[list[_PendingUpdate]] = []
+        self._weights = _CallWeights()
+        self._pending: list[_PendingCall] = []
         self._dispatches: deque[list[tuple[_Model, RingReader]]] = deque()
         self._reading = threading.RLock()  # a signal's handler may close the hook
         self._counting: _Model | None = None
@@ -289,12 +309,14 @@ class UpdateReader:
                 is_usable = model.ring.check()
             if not is_usable:
                 function.disable()
-                self._session.health.note("jax", "a step is not observed any more after a call of it failed")
+                warn_of_unobserved(
+                    self._session.health, "a step is not observed any more after a call of it failed"
+                )
 
     def _wait(self, rings: Sequence[RingReader]) -> None:
         """Wait for the last call. The next one depends on it: waiting is the program's time, not the recorder's."""
         try:
-            jax.block_until_ready([update.outputs for call in self._pending for update in call])
+            jax.block_until_ready([update.outputs for call in self._pending for update in call.updates])
             for ring in rings:
                 ring.wait()
         except Exception as error:  # noqa: BLE001 - it is the program's own, and raised where that reads its results
@@ -312,20 +334,21 @@ class UpdateReader:
             activations = None
             if self._activations is not None and function.observed.has_rows:
                 activations = self._activations.dispatched(has_inner_updates=function.has_inner_updates)
-            weights, self._weights = self._weights, {}
+            weights, self._weights.by_model = self._weights.by_model, {}
             for update, rank in zip(outputs, _ranks([update.layout for update in outputs]), strict=True):
                 model = self._model_of(update.layout, stacked_of(update.layout), rank)
                 if model is not None:
                     call.append(_PendingUpdate(model, update, weights.pop(id(model), None), activations))
+            layouts = [update.layout for update in outputs]
+            bundled = self._bundles.called(function, layouts, arguments, result)
             if call:
-                self._pending.append(call)
+                self._pending.append(_PendingCall(call, bundled))
             for layout in function.inner_layouts:
                 ring_model = self._models.get((*layout.structure, layout.rank))
                 if ring_model is not None and ring_model.ring is not None:
                     rings[id(ring_model)] = ring_model, ring_model.ring
             if copied := [(ring_model, ring) for ring_model, ring in rings.values() if ring.dispatched()]:
                 self._dispatches.append(copied)
-            self._bundles.called(function, tuple(update.layout for update in outputs), arguments, result)
         except Exception as error:  # noqa: BLE001 - as above
             self._session.health.fault("jax", error)
 
@@ -382,7 +405,7 @@ class UpdateReader:
             try:
                 activation_ring.count_inner(update.emitted)
             except ValueError as reason:
-                self._session.health.note("jax", str(reason))
+                self._session.health.note("activations", str(reason))
 
     def _rings(self) -> list[RingReader]:
         return [model.ring for model in self._models.values() if model.ring is not None]
@@ -443,8 +466,8 @@ class UpdateReader:
                 self._make_room()
             if len(self._models) >= _MAX_RECORDERS:
                 self._session.health.count("unobserved_optimizers")
-                self._session.health.note(
-                    "jax",
+                warn_of_unobserved(
+                    self._session.health,
                     f"updates of more than {_MAX_RECORDERS} models within {_CALLS_UNTIL_OVER} calls are not observed",
                 )
                 return None
@@ -503,7 +526,7 @@ class UpdateReader:
 
     def _measure_weights(self, function: CompiledStep, arguments: Any) -> None:
         """Measure the weights among a step's arguments, if they are due."""
-        self._weights = {}
+        weights = self._weights.by_model = {}
         if function in self._functions and not any(
             "weight" in model.recorder.due() for model in self._models.values()
         ):
@@ -514,39 +537,51 @@ class UpdateReader:
         for update, rank in zip(called, _ranks([update.layout for update in called]), strict=True):
             model = self._model_of(update.layout, update.stacked, rank)
             places = [place for place in update.layout.inputs if place is not None]
-            if model is None or len(places) < len(update.layout.inputs) or id(model) in self._weights:
+            if model is None or len(places) < len(update.layout.inputs) or id(model) in weights:
                 continue
             chosen = tuple(leaves[place] for place in places if place < len(leaves))
             if "weight" in model.recorder.due() and len(chosen) == len(places):
-                self._premeasure(model, chosen)
+                measured = self._premeasured(model, chosen)
+                if measured is not None:
+                    weights[id(model)] = measured
 
-    def _premeasure(self, model: _Model, arrays: tuple[Any, ...]) -> None:
+    def _premeasured(self, model: _Model, arrays: tuple[Any, ...]) -> _Premeasured | None:
         if not all(isinstance(array, jax.Array) and is_on_host(array) for array in arrays):
-            return
+            return None
         jax.block_until_ready(arrays)
         shapes, dtypes = [array.shape for array in arrays], [array.dtype.name for array in arrays]
         values = JaxArrays(arrays, HostLayout.of(shapes, dtypes, model.layers), model.layers)
         rows, measurement = values.measure(range(sum(model.layers)))
         saves = self._session.full_tensors.active and self._session.full_tensors.any_due(model.recorder.step)
         copies = {row: values.array(row) for row in rows} if saves else {}
-        self._weights[id(model)] = _Premeasured(tuple(rows), measurement, values.places(), copies)
+        return _Premeasured(tuple(rows), measurement, values.places(), copies)
 
     def _settle(self) -> None:
         """Record the updates of the calls so far. Those that are no steps come first, and belong to the step that the others end."""
         pending, self._pending = self._pending, []
         for call in pending:
-            self._count_steps([update.model for update in call])
-            # The arguments of a call are those of a step if it makes one update.
-            can_bundle = self._bundles.can_bundle_bad_steps and len(call) == 1
-            call[0].model.recorder.bundle_bad_step = self._bundles.write_bad if can_bundle else None
-            ordered = sorted(call, key=lambda update: update.model.recorder.counts_steps)
-            for update in ordered:
-                update.model.recorder.record_activations = None
-                if self._activations is not None and update is ordered[-1]:
-                    self._activations.of_call(update.activations)
-                    update.model.recorder.record_activations = self._activations.record_call
-                places = () if update.weights is None else update.weights.places
-                self._record(update.model, update.outputs, update.weights, places)
+            updates = call.updates
+            self._count_steps([update.model for update in updates])
+            first = updates[0]
+            first.model.recorder.bundle_bad_step = (
+                None
+                if call.bundled is None
+                else functools.partial(self._bundles.write_bad, call.bundled, first.outputs.unmoved)
+            )
+            try:
+                self._record_call(updates)
+            finally:
+                first.model.recorder.bundle_bad_step = None  # it refers to the arguments
+
+    def _record_call(self, updates: Sequence[_PendingUpdate]) -> None:
+        ordered = sorted(updates, key=lambda update: update.model.recorder.counts_steps)
+        for update in ordered:
+            update.model.recorder.record_activations = None
+            if self._activations is not None and update is ordered[-1]:
+                self._activations.of_call(update.activations)
+                update.model.recorder.record_activations = self._activations.record_call
+            places = () if update.weights is None else update.weights.places
+            self._record(update.model, update.outputs, update.weights, places)
 
     def _record(
         self,
@@ -684,10 +719,15 @@ class Recording:
         traced_updates.observers_of_inner.append(self.inner_update)
         traced_updates.faults.append(session.health.fault)
         traced_updates.not_observed.append(self.not_observed)
+        traced_updates.activations_not_observed.append(self.activations_not_observed)
 
     def not_observed(self, what: str) -> None:
-        """State in health what is not observed."""
-        self._health.note("jax", what)
+        """State that updates are not observed."""
+        warn_of_unobserved(self._health, what)
+
+    def activations_not_observed(self, what: str) -> None:
+        """State in health that activations are not observed."""
+        self._health.note("activations", what)
 
     def about_to_dispatch(self, function: CompiledStep, arguments: Any) -> None:
         """Measure the weights before the first update of a program."""
@@ -723,6 +763,7 @@ class Recording:
         if self.inner_update in traced_updates.observers_of_inner:
             traced_updates.observers_of_inner.remove(self.inner_update)
             traced_updates.not_observed.remove(self.not_observed)
+            traced_updates.activations_not_observed.remove(self.activations_not_observed)
             traced_updates.faults.remove(self._health.fault)
 
 

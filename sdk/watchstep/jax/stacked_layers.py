@@ -25,13 +25,18 @@ def stacked_arguments(traced: Any, arguments: Any, keywords: Any) -> frozenset[i
         Indices among the leaves of ``(arguments, keywords)``; empty if the leaves cannot be matched to the inputs of the trace.
     """
     jaxpr = traced.jaxpr.jaxpr
-    inputs = jax.tree_util.tree_leaves(traced.args_info)
-    leaves = jax.tree_util.tree_leaves((arguments, keywords))
-    places = _places(leaves, inputs)
-    if len(inputs) != len(jaxpr.invars) or places is None:
+    places = places_of_inputs(traced, arguments, keywords)
+    if places is None:
         return frozenset()
     by_variable = dict(zip(map(id, jaxpr.invars), places, strict=True))
     return frozenset(by_variable[identity] for identity in _scanned(jaxpr) if identity in by_variable)
+
+
+def places_of_inputs(traced: Any, arguments: Any, keywords: Any) -> list[int] | None:
+    """Return the place of each input of a trace among the leaves of the arguments; None if they cannot be matched. Arguments as above."""
+    inputs = jax.tree_util.tree_leaves(traced.args_info)
+    places = _places(jax.tree_util.tree_leaves((arguments, keywords)), inputs)
+    return places if len(inputs) == len(traced.jaxpr.jaxpr.invars) else None
 
 
 def _places(leaves: list[Any], inputs: list[Any]) -> list[int] | None:
@@ -61,13 +66,13 @@ def _scanned(jaxpr: Any) -> Iterator[int]:
         if name == "scan":
             first = equation.params["num_consts"] + equation.params["num_carry"]
             yield from map(id, equation.invars[first:])
-        inner = _body_of(equation) if name != "scan" else None
+        inner = body_of(equation) if name != "scan" else None
         if inner is not None and len(inner.invars) == len(equation.invars):
             outer = dict(zip(map(id, inner.invars), equation.invars, strict=True))
             yield from (id(outer[identity]) for identity in _scanned(inner) if identity in outer)
 
 
-def _body_of(equation: Any) -> Any:
+def body_of(equation: Any) -> Any:
     """Return the jaxpr that a call evaluates once; None for any other operation."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = equation.params.get(name)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from watchstep.jax.internals import jax_names, surroundings
@@ -73,6 +74,8 @@ class UpdateOutputs:
         emitted: whether the optimizer made an update, bool of shape (); None if it makes one at each call.
         skipped: whether the optimizer left the update out, bool of shape (); None if it never does.
         withheld: whether the update was left out as the gate policy requests, bool of shape (); None without such a policy.
+        unmoved: of an update that the optimizer left out, whether the update of each parameter is zero, bool of shape (parameters,); None if that
+            is unknown. Parts of an optimizer decide each for its parameters.
     """
 
     layout: UpdateLayout
@@ -82,6 +85,7 @@ class UpdateOutputs:
     emitted: Any
     skipped: Any
     withheld: Any
+    unmoved: Any
 
 
 def _flatten(outputs: UpdateOutputs) -> tuple[tuple[Any, ...], UpdateLayout]:
@@ -92,6 +96,7 @@ def _flatten(outputs: UpdateOutputs) -> tuple[tuple[Any, ...], UpdateLayout]:
         outputs.emitted,
         outputs.skipped,
         outputs.withheld,
+        outputs.unmoved,
     ), outputs.layout
 
 
@@ -128,6 +133,7 @@ class TracedUpdate:
         parameters: the pytree of parameters; None if the program did not pass it.
         hyperparameters: numbers by name.
         emitted, skipped, withheld: as in `UpdateOutputs`.
+        unmoved: as there, of all leaves of the gradients.
         passed: the gradients that the program passed, if ``gradients`` are accumulated ones.
         returned: the last call.
         state: the optimizer's state before it; of several calls, that of each.
@@ -140,6 +146,7 @@ class TracedUpdate:
     emitted: Any = None
     skipped: Any = None
     withheld: Any = None
+    unmoved: Any = None
     passed: Any = None
     returned: Call | None = None
     state: Any = None
@@ -156,6 +163,7 @@ class TracedUpdate:
             emitted=later.emitted if accumulates else self.emitted,
             skipped=self.skipped if later.skipped is None else later.skipped,
             withheld=self.withheld if later.withheld is None else later.withheld,
+            unmoved=later.unmoved,  # it may change what the optimizer before it left out
             returned=later.returned,
             state=(self.state, later.state),
         )
@@ -340,7 +348,15 @@ def outputs_of(update: TracedUpdate, loss: Any, places: Mapping[int, int]) -> Up
         update.emitted,
         update.skipped,
         update.withheld,
+        _chosen(update.unmoved, chosen, len(leaves)),
     )
+
+
+def _chosen(unmoved: Any, chosen: Sequence[int], count: int) -> Any:
+    """Return the elements of some of the leaves; None if the array is not of these leaves."""
+    if unmoved is None or len(unmoved) != count:
+        return None
+    return unmoved if len(chosen) == count else unmoved[np.array(chosen, int)]
 
 
 def _is_number(value: Any) -> bool:
@@ -382,7 +398,10 @@ observers_of_inner: list[Inner] = []
 """Called for updates that no collector can return: at trace time, or outside of all traces at each update. They raise nothing at trace time."""
 
 not_observed: list[Callable[[str], None]] = []
-"""Called at trace time with what is not observed."""
+"""Called at trace time with updates that are not observed, and why."""
+
+activations_not_observed: list[Callable[[str], None]] = []
+"""The same of activations."""
 
 faults: list[Callable[[str, Exception], None]] = []
 """Called with the recorder's own failures at trace time, which never reach the program."""
@@ -582,10 +601,8 @@ def note_update(update: TracedUpdate, earlier: Call | None = None) -> None:
         loss = None if found is None else found.value
     elif collector.is_current and not _measures_on_device():
         if not collector.note_update(update):
-            report(
-                "update",
-                RuntimeError(f"more than {_MAX_UPDATES} updates in one step: the others are not recorded"),
-            )
+            for listener in tuple(not_observed):
+                listener(f"updates of a step after its first {_MAX_UPDATES} are not observed")
         return
     else:
         loss = collector.take_loss(update.gradients_of_program)

@@ -366,7 +366,7 @@ def test_transformations_without_rows_leave_the_program_as_it_is(tmp_path: Path)
     plain = train()
     losses, health, run = recorded(tmp_path, train)
     assert losses == plain
-    assert "not observed" in health["notes"]["jax"]
+    assert "not observed" in health["notes"]["activations"]
     assert run.tensor("loss").steps() == [0, 1, 2]
 
 
@@ -433,7 +433,7 @@ def test_a_step_whose_rows_jax_cannot_transform_is_compiled_without_them(
     plain = train()
     losses, health, run = recorded(tmp_path, train)
     assert losses == plain
-    assert "not observed" in health["notes"]["jax"]
+    assert "not observed" in health["notes"]["activations"]
     assert run.tensor("loss").steps() == [0, 1, 2]
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.frameworks.recorded_programs import values
 from tests.processes import run_python
 
 jax = pytest.importorskip("jax")
@@ -22,12 +26,12 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
-from watchstep import CaptureConfig, Hook, StopTraining  # noqa: E402
+from watchstep import CaptureConfig, Hook, StopTraining, open_run  # noqa: E402
 from watchstep.errors import ConfigError, FormatError, WatchstepError  # noqa: E402
 from watchstep.format.bundle import Bundle, bundle_keys, open_bundle, open_bundle_file  # noqa: E402
 from watchstep.format.layout import BundleKey  # noqa: E402
 from watchstep.jax import Recording  # noqa: E402
-from watchstep.jax.compiled_steps import CompiledStep  # noqa: E402
+from watchstep.jax.compiled_steps import CompiledStep, forget, observe  # noqa: E402
 from watchstep.jax.replay.step_arguments import JaxStep, load_arguments, save_bundle  # noqa: E402
 from watchstep.jax.replay.step_replay import replay_jax_step  # noqa: E402
 from watchstep.store.store import Store  # noqa: E402
@@ -82,7 +86,7 @@ def bundled_batches(
     """Train on a batch with NaN at step 3, drop each loss at once, and return the batches of the bundles by their reasons."""
     hook = Hook(folder, on_nonfinite="skip", config=CaptureConfig(overhead_budget=None))
     Recording(hook)
-    optimizer = optax.sgd(0.1)
+    optimizer = optax.sgd(1e-6)
 
     @jax.jit
     def step(weight: Any, state: Any, batch: Any) -> Any:
@@ -133,6 +137,189 @@ def test_a_batch_that_the_program_has_overwritten_is_not_that_of_the_bad_step(
     batches, hook = bundled_batches(tmp_path, refilled, shape)
     assert list(batches) == ["alert"]  # the next complete step
     assert "has written to an array" in hook.health["notes"]["bundles"]
+
+
+def aligned(shape: tuple[int, int]) -> Any:
+    """An array of NumPy whose memory JAX shares instead of copying it."""
+    size = 4 * math.prod(shape)
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(np.float32).reshape(shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4096, 512)])
+@pytest.mark.parametrize("share", [jax.device_put, jnp.from_dlpack])
+def test_a_batch_that_shares_overwritten_memory_is_not_that_of_the_bad_step(
+    tmp_path: Path, share: Any, shape: tuple[int, int]
+) -> None:
+    memory = aligned(shape)
+
+    def refilled(number: int) -> Any:
+        memory[:] = np.nan if number == 3 else number
+        batch = share(memory)
+        assert batch.unsafe_buffer_pointer() == memory.ctypes.data
+        return batch
+
+    batches, hook = bundled_batches(tmp_path, refilled, shape)
+    assert list(batches) == ["alert"]  # the next complete step
+    assert "has written to an array" in hook.health["notes"]["bundles"]
+
+
+def gate_bundle(hook: Hook) -> Bundle:
+    store = Store.open(hook.run_url)
+    (key,) = (key for key in bundle_keys(store) if key.reason == "gate")
+    return open_bundle(store, key.path)
+
+
+def adam_step(donates: tuple[int, ...] = ()) -> tuple[Any, Callable[[float], Any]]:
+    """A compiled step, and a function that returns its parameters and optimizer state."""
+    optimizer = optax.adam(0.1)
+
+    def step(weight: Any, state: Any, batch: Any) -> Any:
+        gradient = jax.grad(lambda weight: ((batch * weight) ** 2).sum())(weight)
+        updates, state = optimizer.update(gradient, state, weight)
+        return optax.apply_updates(weight, updates), state
+
+    def started(value: float) -> Any:
+        weight = jnp.full(3, value)
+        return weight, optimizer.init(weight)
+
+    return jax.jit(step, donate_argnums=donates), started
+
+
+class Meeting:
+    """Lets calls of steps in two threads overlap: both are about to be made before one is."""
+
+    def __init__(self) -> None:
+        self.entered, self._barrier = threading.Event(), threading.Barrier(2)
+
+    def about_to_dispatch(self, *_: Any) -> None:
+        self.entered.set()
+        self._barrier.wait(60)
+
+    def dispatched(self, *_: Any) -> None:
+        pass
+
+    def dispatch_failed(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("donates", [(), (0, 1)])
+def test_calls_in_two_threads_have_arguments_and_weights_of_their_own(
+    tmp_path: Path, donates: tuple[int, ...]
+) -> None:
+    hook = Hook(tmp_path, on_nonfinite="skip", config=CaptureConfig(overhead_budget=None))
+    Recording(hook)
+    step, started = adam_step(donates)
+    models, starts = [started(1.0), started(2.0)], []
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        for number in range(4):
+            batches = [
+                np.full(3, np.nan if (number, place) == (2, 0) else 1.0, np.float32) for place in (0, 1)
+            ]
+            starts += [float(weight.mean()) for weight, _ in models]
+            if number == 2:
+                expected = *jax.tree.map(jnp.copy, models[0]), batches[0]
+            meeting = Meeting()
+            observe(meeting)
+            one = first.submit(functools.partial(step, *models[0], batches[0]))
+            assert meeting.entered.wait(60)
+            other = second.submit(functools.partial(step, *models[1], batches[1]))
+            models = [one.result(), other.result()]
+            forget(meeting)
+    hook.close()
+    bundle = gate_bundle(hook)
+    loaded, _ = load_arguments(bundle, JaxStep(step, (*started(0.0), np.zeros(3, np.float32))))
+    same(loaded, expected)
+    assert not bundle.document.lost
+    run = open_run(hook.run_url)
+    (weight,) = (name for name in run.tensors() if run.tensor(name).info.role == "weight")
+    means = values(run, weight)
+    assert sorted(means) == pytest.approx(sorted(starts))
+
+
+def test_a_bad_last_step_is_bundled(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, on_nonfinite="stop", config=CaptureConfig(overhead_budget=None))
+    Recording(hook)
+    step, started = adam_step((0, 1))
+    model = step(*started(1.0), np.ones(3, np.float32))
+    expected = *jax.tree.map(jnp.copy, model), np.full(3, np.nan, np.float32)
+    model = step(*model, expected[2])
+    hook.close()
+    built = *started(0.0), np.zeros(3, np.float32)
+    same(load_arguments(gate_bundle(hook), JaxStep(step, built))[0], expected)
+
+
+@pytest.mark.parametrize("kind", ["returned in another place", "changed besides"])
+def test_donated_models_are_known_by_what_the_step_computes(tmp_path: Path, kind: str) -> None:
+    hook = Hook(tmp_path, on_nonfinite="skip", config=CaptureConfig(overhead_budget=None))
+    Recording(hook)
+    optimizer = optax.adam(0.1)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(learner: Any, teacher: Any, batch: Any) -> Any:
+        weight, state = learner
+
+        def loss_of(weight: Any) -> Any:
+            return ((weight - teacher[0] + batch) ** 2).sum()
+
+        updates, state = optimizer.update(jax.grad(loss_of)(weight), state, weight)
+        learner = jax.jit(optax.apply_updates)(weight, updates), state
+        if kind == "changed besides":
+            return (learner[0] * 0.9, state), teacher
+        return teacher, learner
+
+    def started(first: float, second: float) -> Any:
+        models = [
+            jnp.full((2**9, 2**9), value, jnp.bfloat16) for value in (first, second)
+        ]  # more than is copied
+        return tuple((model, optimizer.init(model)) for model in models)
+
+    models = started(1.0, 2.0)
+    for number in range(5):
+        batch = np.full((2**9, 2**9), np.nan if number == 3 else 1, np.float32)
+        if number == 3:
+            expected = *jax.tree.map(jnp.copy, models), batch
+        models = step(*models, batch)
+    hook.close()
+    built = *started(3.0, 4.0), np.zeros((2**9, 2**9), np.float32)
+    bundle = gate_bundle(hook)
+    loaded, _ = load_arguments(bundle, JaxStep(step, built))
+    if kind == "changed besides":
+        assert [each.path for each in bundle.document.lost] == ["arguments/arguments[0][0]"]
+        expected = (built[0][0], expected[0][1]), *expected[1:]
+    else:
+        assert not bundle.document.lost
+    same(loaded, expected)
+
+
+def test_parameters_that_a_part_of_an_optimizer_has_changed_are_lost(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, on_nonfinite="stop", config=CaptureConfig(overhead_budget=None))
+    Recording(hook)
+    parts = {"a": optax.apply_if_finite(optax.adam(0.1), 5), "b": optax.adam(0.1)}
+    optimizer = optax.partition(parts, {"a": "a", "b": "b"})
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(weights: Any, state: Any, batch: Any) -> Any:
+        gradients = {"a": weights["a"] * batch, "b": weights["b"]}
+        loss, _ = jax.value_and_grad(lambda weights: (weights["a"] * batch).sum())(weights)
+        updates, state = optimizer.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state, loss
+
+    weights = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    state = optimizer.init(weights)
+    for number in range(4):
+        batch = np.full(3, np.nan if number == 2 else 1, np.float32)
+        if number == 2:
+            expected = np.asarray(weights["a"]).copy()
+        weights, state, _ = step(weights, state, batch)
+    hook.close()
+    bundle = gate_bundle(hook)
+    built = {"a": jnp.zeros(3), "b": jnp.zeros(3)}
+    (loaded, *_), _ = load_arguments(bundle, JaxStep(step, (built, optimizer.init(built), batch)))
+    np.testing.assert_array_equal(loaded["a"], expected)
+    lost = {each.path: each.reason for each in bundle.document.lost}
+    assert "may have changed it" in lost["arguments/arguments[0].b"]
 
 
 @pytest.mark.parametrize("first_bad", [0, 3])

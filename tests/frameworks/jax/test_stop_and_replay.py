@@ -117,9 +117,12 @@ def test_a_bad_step_is_bundled_before_its_state_is_gone(policy: str, tmp_path: P
 
 
 UNOBSERVED = """
+import sys
+
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 optimizer = optax.sgd(0.1)
 
@@ -132,13 +135,47 @@ def update(weight, state, x):
 
 weight, x = jnp.ones(4), jnp.full((2, 4), jnp.nan)
 state = optimizer.init(weight)
-step = jax.jit(update).lower(weight, state, x).compile()
+everywhere = PartitionSpec()
+
+
+def repeated(weight, state, x):
+    for _ in range(65):
+        weight, state, loss = update(weight, state, x)
+    return weight, state, loss
+
+
+def mapped(function, weight, state, x):
+    weight, state, loss = jax.vmap(function, in_axes=(0, 0, None))(weight[None], state, x)
+    return weight[0], state, loss
+
+
+steps = {
+    "ahead of time": lambda: jax.jit(update).lower(weight, state, x).compile(),
+    "vmap": lambda: jax.jit(lambda *arguments: mapped(update, *arguments)),
+    "shard_map": lambda: jax.jit(
+        jax.shard_map(update, mesh=jax.make_mesh((1,), ("d",)), in_specs=everywhere, out_specs=everywhere)
+    ),
+    "first 64": lambda: jax.jit(repeated),
+}
+if "later" in sys.argv:
+    jax.jit(update)(weight, state, jnp.ones((2, 4)))
+step = steps[sys.argv[1]]()
 for _ in range(3):
     weight, state, loss = step(weight, state, x)
 """
 
 
-def test_a_program_whose_update_is_not_observed_is_told_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        ("ahead of time", "first"),
+        ("vmap", "first"),
+        ("vmap", "later"),
+        ("shard_map", "first"),
+        ("first 64", "first"),
+    ],
+)
+def test_a_program_whose_update_is_not_observed_is_told_at_once(how: str, when: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(UNOBSERVED, encoding="utf-8")
     run = (
         "run",
@@ -151,13 +188,15 @@ def test_a_program_whose_update_is_not_observed_is_told_at_once(tmp_path: Path) 
         "--",
         sys.executable,
         "train.py",
+        how,
+        when,
     )
     done = watchstep(tmp_path, *run)
-    assert done.returncode == 0
-    (line,) = (line for line in done.stderr.splitlines() if "is not observed" in line)
-    assert "in a step compiled ahead of time" in line
+    assert done.returncode == (86 if how == "first 64" else 0)
+    (line,) = (line for line in done.stderr.splitlines() if "not observed" in line)
+    assert how in line
     assert "NaN in it stops nothing" in line
     recorded = open_run(tmp_path / "store" / "default" / "r")
-    assert recorded.state() == "completed"
+    assert recorded.state() == ("stopped" if how == "first 64" else "completed")
     (health,) = (end.health for end in recorded.ends())
-    assert "is not observed" in health["notes"]["jax"]
+    assert "not observed" in health["notes"]["jax"]

@@ -336,7 +336,7 @@ class _ModuleTrace:
 
 
 def _note(reason: str) -> None:
-    for listener in tuple(traced_updates.not_observed):
+    for listener in tuple(traced_updates.activations_not_observed):
         listener(reason)
 
 

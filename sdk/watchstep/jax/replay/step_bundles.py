@@ -4,9 +4,9 @@ A requested bundle is written before the call, because the call may donate its a
 arguments are then gathered:
 
 - Arrays that it did not donate are referenced until the next call, up to `_MAX_REFERENCED_BYTES`.
-- Parameters and optimizer state that it donated are those of the next call, if the gate policy has withheld the update. If the optimizer has left
-  it out itself, the parameters are, and the state is lost, because it counts such updates. If it was made, because only the loss is bad, nothing is
-  bundled.
+- Parameters and optimizer state that it donated are outputs of the call, if the gate policy has withheld the update
+  (`watchstep.jax.replay.unchanged_outputs`). If the optimizer has left it out itself, the parameters are whose update is zero; others are lost, and so is
+  the state, because it counts such updates. If it was made, because only the loss is bad, nothing is bundled.
 - Other donated arrays, such as statistics of a batch normalization or a random key, are copied before the call, up to `_MAX_COPIED_BYTES`.
 
 A larger array that is an output of the bad step, which the program passes to the next one, is named as lost. If another argument is lost, such as the
@@ -21,10 +21,11 @@ import logging
 import math
 import operator
 import tempfile
+import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -37,7 +38,9 @@ from watchstep.capture.steps.session import Session
 from watchstep.capture.tensors.snapshots import StoredFile
 from watchstep.format.layout import BundleKey
 from watchstep.jax.compiled_steps import CompiledStep
+from watchstep.jax.host_values import host_memory
 from watchstep.jax.replay.argument_trees import ArgumentTree, LostLeaf
+from watchstep.jax.replay.unchanged_outputs import unchanged_outputs
 from watchstep.jax.replay.value_health import contents, is_reference
 from watchstep.jax.traced_updates import UpdateLayout
 from watchstep.updates.update_recorder import Update
@@ -54,7 +57,7 @@ _MAX_COPIED = 256
 """Number of these arguments."""
 
 _MAX_HASHED_BYTES = 4 * 2**20
-"""Size of the arrays of NumPy of a call that are compared completely. The checksum takes some 0.2 ms for each MiB, 1 ms with an older zlib."""
+"""Size of the arrays in host memory of a call that are compared completely. The checksum takes some 0.2 ms for each MiB, 1 ms with an older zlib."""
 
 _SAMPLED = 4096
 """Elements of a larger array that are compared, at least; they take about 0.1 ms."""
@@ -63,6 +66,10 @@ _MAX_PLANS = 8
 """Kinds of arguments of a step for which plans are kept, such as batches with and without a mask."""
 
 _Kind = tuple[Any, tuple[type, ...]]
+
+_CHANGED = "the step donates it, and the program has no output of the step that is equal to it"
+
+_MOVED = "the step donates it, and the optimizer may have changed it, because it left out only a part of the update"
 
 _COUNTED = "it is not kept, and the optimizer has counted the update that it left out"
 
@@ -73,47 +80,67 @@ class _Plan:
 
     Attributes:
         kind: structure of the arguments, and the type of each leaf: arrays of NumPy are not donated.
-        layouts: what is fixed about the updates.
+        layout: what is fixed about the update.
         parameters: places of parameters among the leaves of the arguments.
         states: places of optimizer state among them.
         copied: places of leaves that are copied before a call.
         lost: why a leaf is not kept, by its place.
+        hashed: places of leaves in whose memory the program may write its next batch.
+        tree: names of the arguments, without values.
+        outputs: places of the outputs that are an argument if the update is withheld, by its place.
     """
 
     kind: _Kind
-    layouts: tuple[UpdateLayout, ...]
+    layout: UpdateLayout
     parameters: frozenset[int]
     states: frozenset[int]
     copied: tuple[int, ...]
     lost: dict[int, str]
+    hashed: tuple[int, ...]
+    tree: ArgumentTree
+    outputs: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, kind: Any, layouts: tuple[UpdateLayout, ...], leaves: Sequence[Any]) -> _Plan:
+    def of(cls, kind: Any, layout: UpdateLayout, leaves: Sequence[Any], tree: ArgumentTree) -> _Plan:
         """Return the plan after a call.
 
         Args:
             kind: as above.
-            layouts: what is fixed about its updates.
+            layout: as above.
             leaves: leaves of its arguments; donated ones are deleted.
+            tree: as above.
         """
-        parameters, states = _updated(layouts)
+        parameters, states = _updated(layout)
         withheld, size = parameters | states, 0
         donated = {place: leaf for place, leaf in enumerate(leaves) if _is_changed(leaf)}
         copied = _chosen({place: leaf for place, leaf in donated.items() if place not in withheld})
         reason = f"the step donates it, and copies are limited to {_MAX_COPIED_BYTES >> 20} MiB"
         lost = dict.fromkeys(donated.keys() - set(copied), reason)
+        lost |= dict.fromkeys(donated.keys() & withheld, _CHANGED)
         for place in sorted(set(range(len(leaves))) - donated.keys(), key=withheld.__contains__):
             own = _size(leaves[place])
             if size + own <= _MAX_REFERENCED_BYTES:
                 size += own
             else:
                 lost[place] = f"references to arguments are limited to {_MAX_REFERENCED_BYTES >> 20} MiB"
-        return cls(kind, layouts, parameters, states, copied, lost)
+        hashed = tuple(
+            place
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, np.ndarray)
+            or (isinstance(leaf, jax.Array) and place not in withheld and place not in donated)
+            if place not in lost
+        )
+        return cls(kind, layout, parameters, states, copied, lost, hashed, tree)
 
     @functools.cached_property
     def kept(self) -> tuple[int, ...]:
         """Places of leaves that are referenced."""
         return tuple(place for place in range(len(self.kind[1])) if place not in self.lost)
+
+    @property
+    def largest_hashed(self) -> int:
+        """Size of the largest array that is compared completely."""
+        return _MAX_HASHED_BYTES // max(1, len(self.hashed))
 
     @property
     def loses_updated(self) -> bool:
@@ -122,40 +149,78 @@ class _Plan:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A call of a step.
+class BundledCall:
+    """A call of a step that makes one update.
 
     Attributes:
         function: the step.
         plan: what is kept of its arguments.
         leaves: leaves of its arguments as they were before it, by their places, as far as they are kept.
-        checksums: of each array of NumPy among them, which the program may write its next batch to.
+        checksums: of those which the program may write its next batch to.
+        outputs: arrays that it has returned, by their ids.
+        returned: the arrays among them that have the value of a leaf that is not kept, if the update is withheld, by its place.
     """
 
     function: CompiledStep
     plan: _Plan
     leaves: dict[int, Any]
     checksums: dict[int, int]
+    outputs: Mapping[int, weakref.ref[Any]]
+    returned: Mapping[int, Sequence[weakref.ref[Any]]]
 
     @property
     def is_overwritten(self) -> bool:
         """Whether the program has written to an argument since the call."""
-        return _checksums(self.leaves) != self.checksums
+        return any(
+            _checksum(leaf, self.plan.largest_hashed) != checksum
+            for place, checksum in self.checksums.items()
+            if not _is_deleted(leaf := self.leaves[place])
+        )
 
-    def leaf(self, place: int, now: Any, *, is_withheld: bool) -> Any:
+    def is_output(self, leaf: Any) -> bool:
+        """Return whether the call has returned an array."""
+        return _is_among(leaf, self.outputs)
+
+    def leaf(self, place: int, update: Update, unmoved: Container[int | None]) -> Any:
         """Return a leaf of the arguments; `LostLeaf` for one that is lost.
 
         Args:
             place: its place.
-            now: the leaf that the call has returned in its place.
-            is_withheld: whether the gate policy has withheld its update; else the optimizer has left it out.
+            update: the update of the call, which was not made.
+            unmoved: places of parameters that are the same after it.
         """
         plan = self.plan
         if place in self.leaves:
             return self.leaves[place]
-        if place in plan.parameters or (is_withheld and place in plan.states):
-            return now
-        return LostLeaf(_COUNTED if place in plan.states else plan.lost[place])
+        if not update.is_withheld and place in plan.states:
+            return LostLeaf(_COUNTED)
+        if not update.is_withheld and place in plan.parameters and place not in unmoved:
+            return LostLeaf(_MOVED)
+        if update.is_withheld or place in plan.parameters:
+            for reference in self.returned.get(place, ()):
+                output = reference()
+                if output is not None and not _is_deleted(output):
+                    return output
+        return LostLeaf(plan.lost[place])
+
+
+class _Waiting(threading.local):
+    """What is known of the call that a thread is about to make, and of its last one. A step may be called in several threads.
+
+    Attributes:
+        arguments: arguments of the call that is about to be made.
+        flat: its arguments, their leaves and kind.
+        copies: copies of leaves that it donates or changes, by their places.
+        outputs: arrays that the last call has returned, by their ids. An id alone may be that of a later array.
+        hashed: arrays of JAX of the last call with a checksum, by their ids, and what it is of.
+    """
+
+    def __init__(self) -> None:
+        self.arguments: Any = None
+        self.flat: tuple[Any, list[Any], _Kind] | None = None
+        self.copies: dict[int, Any] = {}
+        self.outputs: dict[int, weakref.ref[Any]] = {}
+        self.hashed: dict[int, tuple[weakref.ref[Any], _Plan, int]] = {}
 
 
 class StepBundles:
@@ -174,54 +239,45 @@ class StepBundles:
         self._identity = identity
         self._run_url = run_url
         self._withholds = withholds and session.config.bundles is not None
-        self._last_outputs: dict[int, weakref.ref[Any]] = {}  # an id alone may be that of a later array
-        self._last_call: _Call | None = None
-        self._arguments: Any = None
+        self._waiting = _Waiting()
         self._plans: weakref.WeakKeyDictionary[CompiledStep, list[_Plan]] = weakref.WeakKeyDictionary()
-        self._flat: tuple[Any, list[Any], _Kind] | None = (
-            None  # arguments of the call that is about to be made
-        )
-        self._copies: dict[int, Any] = {}
-
-    @property
-    def can_bundle_bad_steps(self) -> bool:
-        """Whether the arguments of a bad step can be found at the next call."""
-        return self._withholds
 
     def about_to_call(self, arguments: Any) -> None:
         """Note the arguments of a call that is about to be made."""
-        self._arguments = arguments if self._withholds else None
+        self._waiting.arguments = arguments if self._withholds else None
 
     def forget(self) -> None:
         """Refer to no arguments any more."""
-        self._last_call, self._arguments, self._copies, self._flat = None, None, {}, None
+        self._waiting = _Waiting()
 
     def keep_donated(self, function: CompiledStep) -> None:
-        """Copy arguments of the call that is about to be made, which it donates or changes. The last call is not needed any more.
+        """Copy arguments of the call that is about to be made, which it donates or changes.
 
         Args:
             function: the step.
         """
-        self._last_call, self._copies, self._flat = None, {}, None
-        if self._arguments is None:
+        waiting = self._waiting
+        waiting.copies, waiting.flat = {}, None
+        if waiting.arguments is None:
             return
-        leaves, kind = _flatten(self._arguments)
-        self._flat = self._arguments, leaves, kind
+        leaves, kind = _flatten(waiting.arguments)
+        waiting.flat = waiting.arguments, leaves, kind
         plan = self._plan_of(function, kind)
         if plan is not None:
             places = plan.copied
         else:  # the first call tells which are donated
-            parameters, states = _updated([update.layout for update in function.layouts_of(*self._arguments)])
-            others = set(range(len(leaves))) - parameters - states
+            layouts = [update.layout for update in function.layouts_of(*waiting.arguments)]
+            updated = frozenset[int]().union(*itertools.chain.from_iterable(map(_updated, layouts)))
+            others = set(range(len(leaves))) - updated
             places = _chosen({place: leaves[place] for place in sorted(others)})
         if places:
             copies = _copies()([leaves[place] for place in places])
-            self._copies = dict(zip(places, copies, strict=True))
+            waiting.copies = dict(zip(places, copies, strict=True))
 
     def called(
-        self, function: CompiledStep, layouts: tuple[UpdateLayout, ...], arguments: Any, outputs: Any
-    ) -> None:
-        """Note a call that was made.
+        self, function: CompiledStep, layouts: Sequence[UpdateLayout], arguments: Any, outputs: Any
+    ) -> BundledCall | None:
+        """Note a call that was made. Returns what `write_bad` bundles; None if its arguments are not those of one update. Faults are counted.
 
         Args:
             function: the step.
@@ -229,71 +285,145 @@ class StepBundles:
             arguments: pytree of positional and keyword arguments. Donated ones are deleted.
             outputs: its result.
         """
-        if not self._withholds:
-            return
-        flat, self._flat = self._flat, None
+        if not self._withholds or len(layouts) != 1 or function.has_inner_updates:
+            self._waiting.arguments, self._waiting.flat, self._waiting.copies = None, None, {}
+            return None
+        try:
+            return self._call(function, layouts[0], arguments, outputs)
+        except Exception as error:  # noqa: BLE001 - the update is recorded without its arguments
+            self._session.health.fault("bundle", error)
+            return None
+
+    def _call(
+        self, function: CompiledStep, layout: UpdateLayout, arguments: Any, outputs: Any
+    ) -> BundledCall:
+        waiting = self._waiting
+        flat, copies = waiting.flat, waiting.copies
+        waiting.arguments, waiting.flat, waiting.copies = None, None, {}
         if flat is not None and all(map(operator.is_, flat[0], arguments)):
             _, leaves, kind = flat
         else:
             leaves, kind = _flatten(arguments)
         plan = self._plan_of(function, kind)
-        if plan is None or plan.layouts != layouts:
+        if plan is None or plan.layout is not layout:
             plans = self._plans.setdefault(function, [])
-            plan = _Plan.of(kind, layouts, leaves)
+            plan = self._new_plan(function, kind, layout, arguments, leaves)
             plans[:] = [plan, *(other for other in plans if other.kind != kind)][:_MAX_PLANS]
-        kept = {place: leaves[place] for place in plan.kept} | self._copies
-        self._last_call = _Call(function, plan, kept, _checksums(kept))
-        arrays = (leaf for leaf in jax.tree_util.tree_leaves(outputs) if isinstance(leaf, jax.Array))
-        self._last_outputs = {id(array): weakref.ref(array) for array in arrays}
-        self._arguments, self._copies = None, {}
+        kept = {place: leaves[place] for place in plan.kept} | copies
+        checksums = self._checksums(
+            plan, {place: kept[place] for place in plan.hashed if place not in copies}
+        )
+        results = jax.tree_util.tree_leaves(outputs)
+        references = {
+            place: weakref.ref(leaf) for place, leaf in enumerate(results) if isinstance(leaf, jax.Array)
+        }
+        waiting.outputs = {id(results[place]): reference for place, reference in references.items()}
+        returned = {
+            place: [references[output] for output in plan.outputs.get(place, ()) if output in references]
+            for place in plan.lost
+        }
+        return BundledCall(function, plan, kept, checksums, waiting.outputs, returned)
 
     def _plan_of(self, function: CompiledStep, kind: _Kind) -> _Plan | None:
         return next((plan for plan in self._plans.get(function, ()) if plan.kind == kind), None)
 
-    def _is_last_output(self, leaf: Any) -> bool:
-        output = self._last_outputs.get(id(leaf))
-        return output is not None and output() is leaf
+    def _new_plan(
+        self,
+        function: CompiledStep,
+        kind: _Kind,
+        layout: UpdateLayout,
+        arguments: Any,
+        leaves: Sequence[Any],
+    ) -> _Plan:
+        positional, keywords = arguments
+        tree = ArgumentTree.of(positional, keywords, function.static_argnums).with_leaves(
+            (None,) * len(leaves)
+        )
+        plan = _Plan.of(kind, layout, leaves, tree)
+        if plan.lost:
+            try:
+                found = unchanged_outputs(
+                    function.recording_trace(positional, keywords), positional, keywords
+                )
+            except Exception as error:  # noqa: BLE001 - what is not determined is lost
+                self._session.health.fault("bundle", error)
+            else:
+                plan = replace(plan, outputs=found)
+        return plan
 
-    def write_bad(self, step: int, update: Update) -> None:
-        """Write the bundle of the step of an update with NaN or infinity, if its arguments are known. Faults are counted."""
-        call, arguments = self._last_call, self._arguments
-        if call is None or arguments is None:
-            return
-        leaves, (structure, _) = _flatten(arguments)
-        if structure != call.plan.kind[0]:
-            return
-        carried = {
-            place for place, leaf in enumerate(leaves) if self._is_last_output(leaf) or is_reference(leaf)
-        }
-        obstacle = next((reason for place, reason in call.plan.lost.items() if place not in carried), "")
-        if not (update.is_withheld or update.is_skipped) and call.plan.loses_updated:
+    def _checksums(self, plan: _Plan, leaves: Mapping[int, Any]) -> dict[int, int]:
+        """Return a checksum of each array that the program may write its next batch to, by its place.
+
+        Such memory is that of arrays of NumPy, and of arrays of JAX that share it. Those that a step has returned do not. Those that are the same ones
+        as in the last call, such as weights that are not trained, have the checksum from there.
+        """
+        waiting, found = self._waiting, dict[int, int]()
+        earlier, waiting.hashed = waiting.hashed, {}
+        for place, leaf in leaves.items():
+            is_array = isinstance(leaf, jax.Array)
+            if is_array and _is_among(leaf, waiting.outputs):
+                continue
+            reference, last, checksum = earlier.get(id(leaf), (None, None, None))
+            if reference is None or reference() is not leaf or last is not plan:
+                checksum = _checksum(leaf, plan.largest_hashed)
+            if checksum is not None:
+                found[place] = checksum
+                if is_array:
+                    waiting.hashed[id(leaf)] = weakref.ref(leaf), plan, checksum
+        return found
+
+    def write_bad(self, call: BundledCall, unmoved: Any, step: int, update: Update) -> None:
+        """Write the bundle of the step of an update with NaN or infinity, as far as its arguments are known. Faults are counted.
+
+        Args:
+            call: its call.
+            unmoved: as in `UpdateOutputs`.
+            step: the step.
+            update: the update.
+        """
+        plan = call.plan
+        flags = () if unmoved is None else np.asarray(unmoved).tolist()
+        same = {place for place, is_same in zip(plan.layout.inputs, flags, strict=False) if is_same}
+        values = [call.leaf(place, update, same) for place in range(len(plan.kind[1]))]
+        carried = set(plan.parameters | plan.states)
+        for place, leaf in enumerate(jax.tree_util.tree_leaves(self._waiting.arguments)):
+            if call.is_output(leaf) or is_reference(leaf):
+                carried.add(place)
+        obstacle = next(
+            (
+                value.reason
+                for place, value in enumerate(values)
+                if isinstance(value, LostLeaf) and place not in carried
+            ),
+            "",
+        )
+        if not (update.is_withheld or update.is_skipped) and plan.loses_updated:
             obstacle = "its gradients are finite, so that its update was made, and donated parameters or state are gone"
         if call.is_overwritten:
             obstacle = "the program has written to an array that it passed to the step"
         if obstacle:
             self._session.health.note("bundles", f"step {step} is not bundled: {obstacle}")
             return
-        is_withheld = update.is_withheld
-        values = [call.leaf(place, leaf, is_withheld=is_withheld) for place, leaf in enumerate(leaves)]
-        self._write(step, arguments, call.function, values)
+        function = call.function
+        self._write(step, lambda: plan.tree.with_leaves(values, function.static_argnums), is_complete=False)
 
     def write_requested(self, step: int, function: CompiledStep, arguments: Any) -> None:
         """Write the bundle of a call that is about to be made, if one is requested. Faults are counted."""
         if self._session.bundles.is_pending:
-            self._write(step, arguments, function)
+            positional, keywords = arguments
+            self._write(
+                step, lambda: ArgumentTree.of(positional, keywords, function.static_argnums), is_complete=True
+            )
 
-    def _write(
-        self, step: int, arguments: Any, function: CompiledStep, values: Sequence[Any] | None = None
-    ) -> None:
+    def _write(self, step: int, tree: Callable[[], ArgumentTree], *, is_complete: bool) -> None:
         """Write a bundle if one is due.
 
         Args:
             step: the step.
-            arguments: pytree of its arguments, or of those of the next call.
-            function: the step's function.
-            values: the leaves of its arguments; None for those of `arguments`, of a call that is about to be made.
+            tree: returns its arguments.
+            is_complete: whether they are those of a call that is about to be made.
         """
-        occasion = self._session.bundles.due(step, is_complete=values is None)
+        occasion = self._session.bundles.due(step, is_complete=is_complete)
         if occasion is None:
             return
         from watchstep.jax.replay.step_arguments import write_bundle
@@ -307,13 +437,9 @@ class StepBundles:
         }
         try:
             with tempfile.TemporaryFile(prefix="watchstep-bundle-") as file:
-                positional, keywords = arguments
-                tree = ArgumentTree.of(positional, keywords, function.static_argnums)
-                if values is not None:
-                    tree = tree.with_leaves(values, function.static_argnums)
                 write_bundle(
                     file,
-                    tree,
+                    tree(),
                     step=step,
                     reason=occasion.reason,
                     run={**run, "world_size": identity.world_size},
@@ -344,10 +470,10 @@ def _flatten(arguments: Any) -> tuple[list[Any], _Kind]:
     return leaves, (structure, tuple(map(type, leaves)))
 
 
-def _updated(layouts: Iterable[UpdateLayout]) -> tuple[frozenset[int], frozenset[int]]:
+def _updated(layout: UpdateLayout) -> tuple[frozenset[int], frozenset[int]]:
     """Return the places of parameters and those of optimizer state among the leaves of a step's arguments."""
-    parameters = frozenset(place for layout in layouts for place in layout.inputs if place is not None)
-    states = frozenset(place for layout in layouts for place in layout.states if place is not None)
+    parameters = frozenset(place for place in layout.inputs if place is not None)
+    states = frozenset(place for place in layout.states if place is not None)
     return parameters, states - parameters
 
 
@@ -386,11 +512,25 @@ def _is_changed(leaf: Any) -> bool:
     return is_reference(leaf) or _is_deleted(leaf)
 
 
-def _checksums(leaves: Mapping[int, Any]) -> dict[int, int]:
-    """Return a checksum of each array of NumPy: of all elements if the arrays are small enough together, else of some of each larger one."""
-    arrays = {place: leaf for place, leaf in leaves.items() if isinstance(leaf, np.ndarray)}
-    largest = _MAX_HASHED_BYTES // max(1, len(arrays))
-    return {place: zlib.crc32(_compared(array, largest).tobytes()) for place, array in arrays.items()}
+def _checksum(leaf: Any, largest: int) -> int | None:
+    """Return a checksum of an array in host memory; None of another one, or of one that is not computed yet.
+
+    Args:
+        leaf: the array.
+        largest: size of the largest array all of whose elements are read; of a larger one some are.
+    """
+    parts = [leaf] if isinstance(leaf, np.ndarray) else host_memory(leaf)
+    if parts is None:
+        return None
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(_compared(part, largest).tobytes(), checksum)
+    return checksum
+
+
+def _is_among(leaf: Any, arrays: Mapping[int, weakref.ref[Any]]) -> bool:
+    reference = arrays.get(id(leaf))
+    return reference is not None and reference() is leaf
 
 
 def _compared(array: NDArray[Any], largest: int) -> NDArray[Any]:

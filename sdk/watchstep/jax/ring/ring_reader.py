@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 
 import jax
 
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.jax.ring.ring_snapshots import RingSnapshot, RingStep
@@ -145,12 +146,17 @@ class RingReader:
 
 
 def _note_of(session: Session) -> Callable[[str], None]:
-    """Return a function that notes a reason in the session's health. A ring may outlive the session, and does not keep it."""
+    """Return a function that states why updates are not observed. A ring may outlive the session, and does not keep it."""
     reference = weakref.ref(session)
 
     def note(reason: str) -> None:
         living = reference()
         if living is not None:
-            living.health.note("jax", reason)
+            warn_of_unobserved(living.health, reason)
 
     return note
+
+
+def warn_of_unobserved(health: RecorderHealth, what: str) -> None:
+    """State in health that updates are not observed, and log each reason once, because nothing of them stops the program."""
+    health.warn("jax", f"{what}: nothing of it is recorded, and NaN in it stops nothing")
