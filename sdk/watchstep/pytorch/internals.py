@@ -368,6 +368,10 @@ _unsaved = Attribute(
 _compiled_call = Attribute(
     "torch.nn.Module._compiled_call_impl", "calls of activation functions are not observed"
 )
+_compiled_counters = Attribute(
+    "torch._dynamo.utils.counters",
+    "modules in nn.TransformerEncoderLayer are not observed in a process that has loaded the compiler",
+)
 _original = Attribute(
     "torch._dynamo.OptimizedModule._orig_mod",
     "nothing is lost: a compiled module is recognised by its only child",
@@ -444,6 +448,15 @@ def is_compiled(module: nn.Module) -> bool:
     return not (compiled is None or isinstance(compiled, WrappedCalls)) or original_of(module) is not None
 
 
+def has_compiled() -> bool:
+    """Return whether `torch.compile` has compiled anything in this process, or that is unknown."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return False
+    counters = _compiled_counters.of(utils)
+    return counters is None or counters.get("frames", {}).get("total", 0) > 0
+
+
 class WrappedCalls:
     """Passes the calls of a module that is not compiled through a function, until it is removed.
 
@@ -464,6 +477,16 @@ class WrappedCalls:
         self._module, self._call = module, call
         module.__dict__[_compiled_call.name] = self
 
+    @staticmethod
+    def of(module: nn.Module) -> WrappedCalls | None:
+        """Return what wraps the calls of a module; None if nothing does."""
+        wrapped = module.__dict__.get(_compiled_call.name)
+        return wrapped if isinstance(wrapped, WrappedCalls) else None
+
+    def put_back(self) -> None:
+        """Wrap the calls again after `remove`."""
+        self._module.__dict__.setdefault(_compiled_call.name, self)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. PyTorch calls this in place of the module."""
         if torch.compiler.is_compiling():
@@ -473,6 +496,12 @@ class WrappedCalls:
         if isinstance(module, nn.Module) and module is not self._module:
             return module._call_impl(*args, **kwargs)  # noqa: SLF001 - as above
         return self._call(self._module._call_impl, args, kwargs)  # noqa: SLF001 - as above
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leave it out of a copy, which has the value of a module that is not compiled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
     def remove(self) -> None:
         """Let the module be called as before, unless the program has compiled it meanwhile."""

@@ -74,17 +74,23 @@ def _without_hooks(compile_module: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _hooks_left_out(module: Any) -> Iterator[None]:
     # The dictionary of hooks itself stays as it is: handles refer to it, and another thread may remove a hook meanwhile.
-    replaced = []
+    replaced, wrapped = [], []
     for owner in internals.modules_of(module).values():
+        if (calls := internals.WrappedCalls.of(owner)) is not None:
+            wrapped.append(calls)
         for name in internals.HOOKS:
             hooks = owner.__dict__.get(name)
             if hooks and any(map(_is_own, hooks.values())):
                 replaced.append((owner, name, hooks))
     try:
+        for calls in wrapped:
+            calls.remove()
         for owner, name, hooks in replaced:
             owner.__dict__[name] = OrderedDict(item for item in hooks.items() if not _is_own(item[1]))
         yield
     finally:
+        for calls in wrapped:
+            calls.put_back()
         for owner, name, hooks in replaced:
             owner.__dict__[name] = hooks
 

@@ -117,6 +117,7 @@ class RunIndex:
         self._forget()
 
     def _forget(self) -> None:
+        self._grouped: tuple[dict[str, list[SegmentKey]], dict[str, list[FlightKey]]] | None = None
         self._view: list[Located] | None = None
         self._tensors: list[TensorInfo] | None = None
 
@@ -190,6 +191,7 @@ class RunIndex:
         listed = self._listed()  # before the manifest, because a later manifest only covers more of them
         followed = self._generations.refresh(self.budget)
         self._segments = {key: segment for key, segment in self._segments.items() if not self._covers(key)}
+        self._grouped = None
         segments = self._segments
         new = [
             key
@@ -317,10 +319,9 @@ class RunIndex:
         if attempt is not None:
             compacted = self._generations.attempts.get(attempt)
             stored_objects: list[ArrowObject | CompactedObject] = [*compacted.objects] if compacted else []
-            stored_objects += [
-                self._segments[key] for key in sorted(self._segments) if key.writer.attempt == attempt
-            ]
-            stored_objects += [self._flights[key] for key in sorted(self._flights) if key.attempt == attempt]
+            segments, flights = self._by_attempt()
+            stored_objects += [self._segments[key] for key in segments.get(attempt, ())]
+            stored_objects += [self._flights[key] for key in flights.get(attempt, ())]
             return [
                 Located(attempt, stored)
                 for stored in stored_objects
@@ -329,6 +330,18 @@ class RunIndex:
         if self._view is None:
             self._view = self._newest()
         return [located for located in self._view if located.object.key not in self.damaged]
+
+    def _by_attempt(self) -> tuple[dict[str, list[SegmentKey]], dict[str, list[FlightKey]]]:
+        """Return the segments and flights of each attempt, in order. They are grouped once, because a run may have thousands of attempts."""
+        if self._grouped is None:
+            segments: dict[str, list[SegmentKey]] = {}
+            for key in sorted(self._segments):
+                segments.setdefault(key.writer.attempt, []).append(key)
+            flights: dict[str, list[FlightKey]] = {}
+            for flight in sorted(self._flights):
+                flights.setdefault(flight.attempt, []).append(flight)
+            self._grouped = segments, flights
+        return self._grouped
 
     def _newest(self) -> list[Located]:
         """Return objects of all attempts; an attempt that starts at step s replaces every earlier row from s on."""
@@ -364,9 +377,9 @@ class RunIndex:
             return self._generations.attempts[attempt].started_ns
         if attempt not in self._started:
             earliest: dict[object, SegmentKey] = {}
-            for key, segment in self._segments.items():
-                if key.writer.attempt == attempt and segment.rows:
-                    earliest[key.writer] = min(key, earliest.get(key.writer, key))
+            for key in self._by_attempt()[0].get(attempt, ()):
+                if self._segments[key].rows:
+                    earliest.setdefault(key.writer, key)
             times = [self._read(self._segments[key], ("time_ns",)) for key in earliest.values()]
             starts = [int(np.min(table["time_ns"].to_numpy())) for table in times if table is not None]
             self._started[attempt] = min(starts, default=0)

@@ -115,6 +115,12 @@ def test_in_one_process_higher_losses_show_that_it_is_no_other_phase() -> None:
     assert text.count("\n") == 0
 
 
+def test_a_cycle_that_begins_at_the_resume_is_silent_if_one_has_begun_before() -> None:
+    cycles = {**reference(), RATE.name: [(step, 0.1 - 0.0009 * (step % 100)) for step in range(RESUMED)]}
+    assert found(resumed(changes={RATE: [0.1, 0.0991]}), reference=cycles) == []
+    assert found(resumed(changes={RATE: [0.2, 0.2]}), reference=cycles) == [RESUMED]
+
+
 def test_weights_that_were_not_loaded_are_found_if_the_step_is_known() -> None:
     text = message(resumed(changes={**ANEW, STATE: [0.0, 1.0], LOSS: [2.0] * 12}))
     assert (

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +137,14 @@ class Teaching(Encoder):
         return super().forward(x) + 0.1 * target
 
 
+@pytest.fixture
+def nothing_compiled() -> None:
+    """Forget what other tests have compiled: layers that code compiled elsewhere may call are left alone."""
+    if (utils := sys.modules.get("torch._dynamo.utils")) is not None:
+        utils.counters.clear()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("by_replica", [False, True])
 @pytest.mark.parametrize("config", [EVERY_STEP, CaptureConfig()], ids=["every step", "within the budget"])
 def test_evaluations_within_a_training_pass_are_unchanged(
@@ -146,6 +157,83 @@ def test_evaluations_within_a_training_pass_are_unchanged(
 
     assert recorded(training(), tmp_path, config=config) == training().run(STEPS)
     assert "layer.linear1:output" in open_run(next(tmp_path.glob("default/*"))).tensors()
+
+
+class OwnState(nn.TransformerEncoderLayer):
+    """A layer whose copies have all of its attributes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class OwnCopy(nn.TransformerEncoderLayer):
+    """The same, by another usual way."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+
+class Copying(nn.Module):
+    """Makes another layer of its encoder layer in each pass."""
+
+    def __init__(self, kind: type[nn.Module], change: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.out = kind(8, 2, 16, dropout=0.0, batch_first=True), nn.Linear(8, 2)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(len(x), 1, -1)
+        with torch.no_grad():
+            target = self.change(self.layer)(x)
+        output: Tensor = self.out((self.layer(x) + 0.1 * target)[:, 0])
+        return output
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (OwnState, copy.deepcopy),
+        (OwnCopy, copy.deepcopy),
+        (OwnState, lambda layer: pickle.loads(pickle.dumps(layer))),
+        (nn.TransformerEncoderLayer, torch.jit.script),
+    ],
+    ids=["deepcopy by state", "own deepcopy", "pickle", "script"],
+)
+def test_copies_of_encoder_layers_within_a_training_pass_are_unchanged(
+    tmp_path: Path, kind: type[nn.Module], change: Callable[[nn.Module], Any]
+) -> None:
+    def training() -> Training:
+        return Training(Copying(kind, change))
+
+    assert recorded(training(), tmp_path, config=EVERY_STEP) == training().run(STEPS)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("config", [EVERY_STEP, CaptureConfig()], ids=["every step", "within the budget"])
+def test_encoder_layers_that_are_compiled_outside_of_the_model_are_compiled_once(
+    tmp_path: Path, config: CaptureConfig
+) -> None:
+    def graphs(store: Path | None) -> int:
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        model = Composed(lambda own, x: own.out(own.fast[0](x[:, None])[:, 0]), out=nn.Linear(8, 2))
+        model.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        model.layer.register_forward_hook(lambda _module, _inputs, output: output * 1.0)
+        model.__dict__["fast"] = [torch.compile(model.layer, backend="eager", fullgraph=True)]
+        training = Training(model)
+        hook = None if store is None else watching(store, model, training.optimizer, config=config)
+        training.run(20)
+        if hook is not None:
+            hook.close()
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    assert graphs(tmp_path) == graphs(None) == 1
 
 
 def test_evaluations_after_an_interrupted_training_pass_are_unchanged(tmp_path: Path) -> None:

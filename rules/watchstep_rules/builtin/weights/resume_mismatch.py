@@ -127,6 +127,12 @@ class _Earlier:
         last = int(np.searchsorted(steps, step + _NEAR, side="right"))
         return values[first : max(last, first + 1)]
 
+    def restarted(self, name: str, value: float, factor: float) -> bool:
+        """Whether the values once rose by a factor to this one, as at the end of a cycle."""
+        values = self.arrays(name)[1]
+        risen = values[1:][values[1:] >= factor * values[:-1]]
+        return bool(np.isclose(risen, value, rtol=1e-3, atol=0).any())
+
     def before(self, name: str, step: int, count: int) -> Floats:
         """The last values up to a step, shape (n,)."""
         steps, values = self.arrays(name)
@@ -150,7 +156,7 @@ class ResumeMismatch(Rule[ResumeMismatchParams, ResumeMismatchState]):
 
     An attempt that continues a training of the same process may be another phase with a copy of the model, whose optimizer is new on purpose: it
     is reported only with higher losses. A training that goes on with the same model is no attempt of its own. Not judged are
-    lower learning rates, the first attempt of a run and one whose earlier attempts recorded less than nine tenths of the steps before it.
+    lower learning rates, one to which an earlier attempt had risen before, as at the end of each cycle, the first attempt of a run and one whose earlier attempts recorded less than nine tenths of the steps before it.
     """
 
     name = "resume_mismatch"
@@ -173,6 +179,7 @@ class ResumeMismatch(Rule[ResumeMismatchParams, ResumeMismatchState]):
     cannot_distinguish = (
         "A learning rate that was raised, or an optimizer that was replaced, on purpose, from one that was not restored.",
         "Other data since the resume, from weights that were not restored completely.",
+        "A checkpoint at the end of a schedule's first cycle, from a schedule that begins anew.",
         "The position in the data, the seeds, and a state of the optimizer that was restored in part, are not compared.",
     )
 
@@ -312,6 +319,8 @@ class _Step:
             before = self._earlier.around(name, self._place)
             lowest, highest = float(before.min()), float(before.max())
             then = f"after the resume, and was {highest:.3g} at step {self._place}"
+            if self._earlier.restarted(name, rate, self._params.factor):
+                continue
             if rate >= self._params.factor * highest > 0:
                 yield _Mismatch(row, rate, self._params.factor * highest, f"{name} is {rate:.3g} {then}")
             elif self._params.factor * rate <= lowest and _equal(rate, self._earlier.first(name)):

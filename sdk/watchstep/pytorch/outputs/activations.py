@@ -410,7 +410,12 @@ class ActivationHooks:
                 hook.fix()
 
     def _hook_encoders(self) -> None:
-        """Observe the layers that compute other numbers in evaluation if they have hooks, for this pass."""
+        """Observe the layers that compute other numbers in evaluation if they have hooks, for this pass.
+
+        Code that calls such a layer and was compiled elsewhere would be compiled anew, so nothing changes once something was compiled.
+        """
+        if not self._encoders or internals.has_compiled():
+            return
         compiled = [module for module in self._around_encoders if internals.is_compiled(module)]
         inside = {id(inner) for module in compiled for inner in module.modules()}
         for each in self._encoders:
@@ -421,7 +426,8 @@ class ActivationHooks:
         """End the model's own ``forward``."""
         self._unmeasured.step = -1
         for each in self._encoders:
-            each.hook.remove()
+            if each.hook.is_called:
+                each.hook.remove()
         self.measure_waiting()
 
     def measure_waiting(self) -> None:
