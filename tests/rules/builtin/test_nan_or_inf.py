@@ -572,7 +572,7 @@ def test_fifty_steps_that_a_scaler_skips_in_a_row_are_damage(tmp_path: Path) -> 
 
     (finding,) = train(tmp_path, step_of, steps=60).stops
     assert (finding.step, finding.tensor, finding.value) == (BAD + 49, "updates:missing", 50.0)
-    assert finding.message.endswith(f"; the gradient scaler skipped step {BAD + 49}")
+    assert f"; the gradient scaler skipped step {BAD + 49}" in finding.message
 
 
 def warning(folder: Path, step_of: Callable[[int, nn.Module, torch.optim.Optimizer, Hook], None]) -> Finding:
