@@ -91,6 +91,7 @@ _VARIABLES = {
     "WATCHSTEP_PROGRAM_PROCESS": "Set by `watchstep run`: id of the process that it becomes, whose end states that nothing was recorded.",
     "WATCHSTEP_LAUNCHED": "Attempt that a launcher has registered; `watchstep run` uses it and registers nothing.",
     "WATCHSTEP_RESTARTS": "Number of times a cluster has restarted the same job; set by a backend.",
+    "WATCHSTEP_EXPLAIN": "`1`: the step that stops the training by the gate policy, `stop` by default, is first computed again under a trace, if `Hook(explain=…)` does not state it.",
     "WATCHSTEP_ON_NONFINITE": "The gate policy if `Hook(on_nonfinite=…)` does not set it: `record`, `skip`, `skip:N` or `stop`.",
     "WATCHSTEP_ON_STOP": "Effect of a stop if `Hook(on_stop=…)` does not set it: `ignore`; `raise` or `stop`; `checkpoint`: the "
     "program's function or its trainer first saves a checkpoint.",

@@ -53,7 +53,6 @@ from watchstep.hook_arguments import (
     first_step_of,
     loss_divisor_of,
     needing,
-    on_nonfinite_of,
     tensorboard_folder,
 )
 from watchstep.platform.folders import absolute_path
@@ -210,6 +209,7 @@ class Hook:
         first_step: int | None = None,
         guard: Any = None,
         on_nonfinite: OnNonfinite | str | None = None,
+        explain: bool | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
         trace: TraceSteps | str | None = None,
         mirror: Mirror | str | Sequence[Any] | Any = None,
@@ -237,6 +237,8 @@ class Hook:
                 nothing; ``"skip"`` leaves the model, the optimizer and its state as they are; ``"skip:N"`` stops the training before
                 the next one after N skipped updates in a row; ``"stop"`` stops it before the first. It stops by raising
                 `StopTraining`. With several ranks, all decide alike. Default: ``WATCHSTEP_ON_NONFINITE``, or "record".
+            explain: whether a step that ends the training by this policy, ``"stop"`` by default, is first computed again in the program's
+                loop under a trace, to name the operation and the source line that failed. Default: ``WATCHSTEP_EXPLAIN=1``, or not.
             tensorboard: a folder of this machine for TensorBoard event files, which are written during the run. They contain the same
                 scalars and histograms as ``watchstep export --tensorboard``. Default: ``WATCHSTEP_TENSORBOARD``, or none.
             trace: steps whose PyTorch operations are traced and written to the run: a `TraceSteps`, or steps and ranges of steps with
@@ -257,7 +259,8 @@ class Hook:
         self.config = needing(
             configured(config, overhead_budget), (*requested.needs, *getattr(rules_here, "needs", ()))
         )
-        self._on_nonfinite = on_nonfinite_of(on_nonfinite)
+        self._explains = hook_arguments.explains(explain)
+        self._on_nonfinite = hook_arguments.policy_of(on_nonfinite, explain=self._explains)
         self._tensorboard = tensorboard_folder(tensorboard)
         self._trace = hook_arguments.traced_steps(trace)
         mirrored = None if AUDIT in os.environ else mirror_of(mirror)
@@ -567,9 +570,16 @@ class Hook:
     def _decide_updates_of(self, watch: Watch, optimizer: Any) -> None:
         """Let the gate policy decide about the updates of a model, if there is one."""
         policy = self._policy_of_updates()
-        if policy is not None:
-            watch.update_policy = policy
-            watch.running_statistics = policy.watch(watch.model, optimizer)
+        if policy is None:
+            return
+        watch.update_policy = policy
+        watch.running_statistics = policy.watch(watch.model, optimizer)
+        if self._explains and self._bundler is None:
+            self._health.note("explain", "no step is computed again, because 'bundles: null' keeps none")
+        elif self._explains and self._bundler is not None and policy.redo is None:
+            from watchstep.trace.redo import StepRedo
+
+            policy.redo = StepRedo(self._session, watch.model, self._bundler.inputs, self._identity)
 
     def _trace_steps(self, model: Any) -> None:
         """Trace the chosen steps. The first one may begin now."""
@@ -694,6 +704,8 @@ class Hook:
             count_by_hand: called when the program calls `step`: from then on updates are not counted as steps.
             close: called when the recording ends, to record the last update, or in a forked child. Never raises.
         """
+        if self._explains:
+            self._health.note("explain", "only steps of PyTorch are computed again: the stop names no line")
         self._count_by_hand.append(count_by_hand)
         self._ending.detach_with(close)
 

@@ -44,6 +44,9 @@ ON_STOP_WORDS = ("ignore", "raise", "stop", "checkpoint")
 ON_NONFINITE = "WATCHSTEP_ON_NONFINITE"
 """The gate policy, in a form that `OnNonfinite.parse` reads."""
 
+EXPLAIN = "WATCHSTEP_EXPLAIN"
+"""1 to compute the step that stops the training again, if `Hook(explain=…)` does not state it."""
+
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
 
@@ -72,6 +75,35 @@ def checked_on_stop(on_stop: Any, checkpoint_seconds: float) -> OnStop:
     if on_stop in {"ignore", "check", "raise"}:
         return on_stop  # type: ignore[no-any-return]
     raise ConfigError(f"invalid on_stop={on_stop!r}", 'use "ignore", "check", "raise" or a function')
+
+
+def explains(given: Any) -> bool:
+    """Return whether the step that stops the training is computed again, from the argument or else the environment. Raises `ConfigError`."""
+    if given is not None:
+        return bool(given)
+    text = os.environ.get(EXPLAIN, "")
+    if text not in {"", "0", "1"}:
+        raise ConfigError(f"invalid {EXPLAIN}={text!r}"[:200], "use 1, or unset it")
+    return text == "1"
+
+
+def policy_of(policy: Any, *, explain: bool) -> OnNonfinite:
+    """Return the gate policy, which is `stop` by default if the step that stops the training is computed again.
+
+    Raises:
+        ConfigError: the policy is invalid, or never stops.
+    """
+    chosen = on_nonfinite_of(policy)
+    if not explain:
+        return chosen
+    is_chosen = policy is not None or os.environ.get(ON_NONFINITE, "") not in {"", "record"}
+    if chosen.action == "record" and not is_chosen:
+        return OnNonfinite("stop")
+    if chosen.action != "stop" and chosen.max_skips is None:
+        raise ConfigError(
+            f"explain with on_nonfinite={str(chosen)!r}: nothing stops", 'use "stop" or "skip:N"'
+        )
+    return chosen
 
 
 def on_nonfinite_of(policy: Any) -> OnNonfinite:

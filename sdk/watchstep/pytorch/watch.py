@@ -429,6 +429,8 @@ class Watch:
         self._overdue.step_ends()
         if self._handle_skip(optimizer) and self._counting.counts(optimizer):
             self._scaler.scale(scale, skipped=True)
+        if self.update_policy is not None:
+            self.update_policy.scaler_skips(optimizer)
         self._finish(optimizer)
 
     @observes("clipping")

@@ -24,6 +24,25 @@ def render_diagnosis(trace: Trace, diagnosis: Diagnosis, *, verbose: bool = Fals
     return "\n".join(map(printable, _lines(trace, diagnosis, verbose=verbose))) + "\n"
 
 
+def render_cause(trace: Trace, diagnosis: Diagnosis) -> str:
+    """Render the first bad operation and its source line as one sentence without a full stop; what was found instead if there is none."""
+    origin = diagnosis.first
+    if origin is None:
+        return printable(_nothing_found(trace))
+    operation = origin.operation
+    site = trace.line_of(operation)
+    text = "" if site is None else trace.text_of(site)
+    where = ("" if site is None else f" at {site}") + (f": {text}" if text else "")
+    forward = _forward_of(trace, operation)
+    name = operation.name if forward is None else f"the backward pass of {forward.name} ({operation.name})"
+    if origin.cause == "error":
+        return printable(f"{name} raised {operation.error}{where}")
+    if origin.cause == "tensor":
+        tensor = "a tensor" if origin.tensor is None else origin.tensor.name or f"tensor {origin.tensor.id}"
+        return printable(f"{tensor} was not finite before the step; {name} read it first{where}")
+    return printable(f"{name} made the first NaN or infinity{where}")
+
+
 def render_trace_difference(trace: Trace, difference: TraceDifference) -> str:
     """Render the first operation that differs.
 

@@ -17,7 +17,7 @@ from watchstep.errors import ConfigError
 from watchstep.format.capture_needs import CaptureNeed, encoded
 from watchstep.format.layout import check_name
 from watchstep.hook import STORE
-from watchstep.hook_arguments import NEEDS, ON_NONFINITE, ON_STOP, needs_in
+from watchstep.hook_arguments import EXPLAIN, NEEDS, ON_NONFINITE, ON_STOP, needs_in
 from watchstep.platform.transport import SERVICE, TOKEN, ServiceAddress
 from watchstep.store.local import STORE_ID, StoreIdentity
 
@@ -43,6 +43,7 @@ class AttemptLaunch:
         service: the service, if there is one.
         on_stop: effect of a cooperative stop in the program.
         on_nonfinite: the gate policy, as `watchstep.stopping.OnNonfinite.parse` reads it.
+        explain: whether the step that stops the training by the gate policy is computed again.
         store_id: id of a local store, as in `watchstep.store.local.StoreIdentity`; empty if unknown.
         needs: what the rules need the recorder to capture.
         state: what the launch leaves to the recorder, encoded by `watchstep.capture.service.registration.LaunchState`.
@@ -57,6 +58,7 @@ class AttemptLaunch:
     service: ServiceAddress | None = None
     on_stop: Literal["ignore", "raise", "stop", "checkpoint"] = "ignore"
     on_nonfinite: str = "record"
+    explain: bool = False
     store_id: str = ""
     state: str = ""
     needs: tuple[CaptureNeed, ...] = ()
@@ -72,6 +74,8 @@ def environment(launch: AttemptLaunch, base: Mapping[str, str]) -> dict[str, str
     added = {STORE: launch.store_url, PROJECT: launch.project, RUN: launch.run, ATTEMPT: launch.attempt}
     added[ON_STOP] = launch.on_stop
     added[ON_NONFINITE] = launch.on_nonfinite
+    if launch.explain:
+        added[EXPLAIN] = "1"
     if launch.service is not None:
         added[SERVICE], added[TOKEN] = launch.service.url, launch.service.token
     added |= StoreIdentity(launch.store_id).variables(launch.store_url)

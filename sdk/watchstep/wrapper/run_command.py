@@ -114,6 +114,12 @@ def parser() -> argparse.ArgumentParser:
         "in a row, or 'stop' before the first",
     )
     parsed.add_argument(
+        "--explain",
+        action="store_true",
+        help="before NaN or infinite gradients stop the training, which this option lets them do, compute their step again in the program's own loop "
+        "under a trace, to name the operation and the source line that failed",
+    )
+    parsed.add_argument(
         "--mirror",
         metavar="TOOLS",
         help="mirror alerts and some series into the program's own run: 'wandb', 'mlflow', 'trackio' or 'tensorboard:FOLDER', several separated "
@@ -200,13 +206,15 @@ def _settle(options: argparse.Namespace) -> tuple[AttemptLaunch, ServiceLocation
     url = options.store or os.environ.get(STORE) or _DEFAULT_STORE
     if not checked_scheme(url):
         url = absolute_path(url).as_uri()
+    explain = hook_arguments.explains(options.explain or None)
     launch = AttemptLaunch(
         store_url=url,
         project=check_name("project", options.project or os.environ.get(PROJECT) or "default"),
         run=check_name("run", options.run_id or os.environ.get(RUN) or new_run_id()),
         attempt=launched_attempt(os.environ) or new_nonce(),
         on_stop=options.on_stop,
-        on_nonfinite=str(hook_arguments.on_nonfinite_of(options.on_nonfinite)),
+        on_nonfinite=str(hook_arguments.policy_of(options.on_nonfinite, explain=explain)),
+        explain=explain,
         mirror=options.mirror or "",
     )
     return launch, ServiceLocation.of(options.service or "", url)

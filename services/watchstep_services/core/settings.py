@@ -353,6 +353,7 @@ OF_OTHERS = frozenset(
         "LAUNCHED",
         "MIRROR",
         "MIRROR_SERIES",
+        "EXPLAIN",
         "ON_NONFINITE",
         "ON_STOP",
         "OVERHEAD_BUDGET",

@@ -230,6 +230,8 @@ class Recorder:
         """Steps whose rows are written only if a failure or a stop asks for them."""
         self.is_recalling = False
         """Whether the rows of recent steps are written with those of the current step. Set on any thread."""
+        self.last_recorded: int | None = None
+        """The step after which nothing is recorded, because it is computed again; None without one."""
         self._updates = 0
         self._queue = queue
         self._health = health
@@ -302,15 +304,29 @@ class Recorder:
             reason: one sentence for users.
             source: what stops, for the message.
         """
-        self.stopped, self.acknowledged = request(reason, self.step), True
+        step = self.step if self.last_recorded is None else self.last_recorded
+        self.stopped, self.acknowledged = request(reason, step), True
         self.is_recalling = True
         try:
             if self.guarding is None or not self.guarding.ended:
                 self.hand_over()
-            sys.stderr.write(f"watchstep: stopped by the {source} at step {self.step}: {printable(reason)}\n")
+            sys.stderr.write(f"watchstep: stopped by the {source} at step {step}: {printable(reason)}\n")
         except Exception as error:  # noqa: BLE001 - other ranks may stop at the same point
             self._health.contain("stop", error)
-        raise StopTraining(self.stopped, self.step)
+        raise StopTraining(self.stopped, step)
+
+    def end_early(self, reason: str) -> None:
+        """Record a stop of a program that ends by itself before the training could be stopped, in whose last steps no update was made.
+
+        Args:
+            reason: one sentence for users.
+        """
+        step = self.step if self.last_recorded is None else self.last_recorded
+        self.stopped, self.acknowledged = (
+            request(f"the gradients of step {step} are not finite; {reason}", step),
+            True,
+        )
+        sys.stderr.write(f"watchstep: {printable(self.stopped.reason)}\n")
 
     def add(
         self,
@@ -486,6 +502,10 @@ class Recorder:
             self.search_mirrors = None
         has_tensors = self.full_tensors is not None and self.full_tensors.hand_over()
         self._flush_scalars()
+        if self.last_recorded is not None and self.step > self.last_recorded:
+            self._pending, self._pending_bytes, self._kept = [], 0, []
+            self._write_recent(is_due=self.is_recalling)
+            return
         if self._system is not None and (sampled := self._system.rows.take()) is not None:
             self._append(_record_of(sampled, self.step, self.worker))
         kept, self._kept = self._kept, []

@@ -42,6 +42,12 @@ class HostStates:
         state = None if numpy is None else numpy.random.get_state(legacy=False)
         return cls(random.getstate(), state)
 
+    def put_back(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
     def equals(self, other: HostStates) -> bool:
         """Return whether nothing was drawn between two states."""
         return self.python == other.python and _numpy_word(self.numpy) == _numpy_word(other.numpy)
@@ -65,6 +71,11 @@ class GeneratorStates:
     def capture(cls) -> GeneratorStates:
         """Return the current states."""
         return cls(HostStates.capture(), torch.get_rng_state(), _device_states())
+
+    def put_back(self) -> None:
+        """Set all generators to these states."""
+        self.host.put_back()
+        _set_torch(self.cpu, self.devices)
 
     def differing(self, other: GeneratorStates) -> set[str]:
         """Return the names of the generators whose states differ: ``python``, ``numpy``, ``torch``, or of a device."""
@@ -103,6 +114,12 @@ class RandomStates(NamedTuple):
     devices: dict[str, Tensor]
     host: HostStates
     is_fresh: bool
+
+    def put_back(self) -> None:
+        """Set the generators to these states; those of Python and NumPy if they were copied for this pass."""
+        if self.is_fresh:
+            self.host.put_back()
+        _set_torch(self.cpu, self.devices)
 
 
 class RandomStateCopies:
@@ -147,6 +164,12 @@ class TorchStates:
         return {"torch": self.cpu, "devices": dict(self.devices)}
 
 
+def _set_torch(cpu: Tensor, devices: dict[str, Tensor]) -> None:
+    torch.set_rng_state(cpu)
+    for device, state in devices.items():
+        torch.cuda.set_rng_state(state, device)
+
+
 def _device_states() -> dict[str, Tensor]:
     if not torch.cuda.is_initialized():
         return {}
@@ -162,9 +185,7 @@ def unchanged() -> Iterator[None]:
         yield
     finally:
         if not host.equals(HostStates.capture()):
-            random.setstate(host.python)
-            if host.numpy is not None:
-                sys.modules["numpy"].random.set_state(host.numpy)
+            host.put_back()
         if not torch.equal(cpu, torch.get_rng_state()):
             torch.set_rng_state(cpu)
         for device, state in devices.items():

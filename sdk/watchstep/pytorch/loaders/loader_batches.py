@@ -23,9 +23,10 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
@@ -113,7 +114,21 @@ class _Iteration:
         return number
 
 
+class RepeatedBatch(NamedTuple):
+    """A batch that a data loader yields again.
+
+    Attributes:
+        batch: The batch.
+        prepare: Called before.
+    """
+
+    batch: Any
+    prepare: Callable[[], None]
+
+
 _listeners: list[weakref.ref[BatchListener]] = []
+_repeated: dict[int | None, deque[RepeatedBatch]] = {}
+"""Batches that data loaders yield before others, by the id of the loader; None for any loader."""
 # Of this kind, because comparing data loaders may run methods of the program.
 _epochs: MutableMapping[DataLoader[Any], int] = internals.weak_id_dictionary.value()
 _originals: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -139,6 +154,16 @@ def forget(listener: BatchListener) -> None:
     """Unregister a listener."""
     _listeners[:] = [reference for reference in _listeners if reference() not in {None, listener}]
     _restore_unused()
+
+
+def yield_again(batches: Mapping[int | None, deque[RepeatedBatch]]) -> None:
+    """Let data loaders yield batches before they fetch others, in place of those that were given by an earlier call. Needs a listener.
+
+    Args:
+        batches: By the id of the data loader. Those under None are yielded by the data loader that is iterated next.
+    """
+    _repeated.clear()
+    _repeated.update(batches)
 
 
 def underlying_ids(dataset: Any, sample_ids: Sequence[Any]) -> Sequence[Any]:
@@ -240,6 +265,10 @@ def _observing_process_data(original: Callable[..., Any]) -> Callable[..., Any]:
 def _observing_next(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def next_batch(self: Any) -> Any:
+        if _repeated and (repeated := _next_repeated(self)) is not None:
+            repeated.prepare()
+            _yielded_again(self, repeated.batch, sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
+            return repeated.batch
         try:
             batch = original(self)
         except StopIteration:
@@ -254,6 +283,32 @@ def _observing_next(original: Callable[..., Any]) -> Callable[..., Any]:
         return batch
 
     return next_batch
+
+
+def _next_repeated(iterator: Any) -> RepeatedBatch | None:
+    """Remove and return the batch that an iterator yields again; None for none."""
+    state: _Iteration | None = getattr(iterator, _STATE, None)
+    loader = None if state is None else state.loader()
+    waiting = _repeated.get(id(loader)) or _repeated.get(None)
+    return waiting.popleft() if waiting else None
+
+
+def _yielded_again(iterator: Any, batch: Any, caller: FrameType) -> None:
+    """Report a batch that is yielded again, without the ids of its samples. Its number is that of the last one."""
+    try:
+        state = _state_of(iterator)
+        number = max(0, (internals.loader_num_yielded.of(iterator) or 1) - 1)
+        if _fetches_ahead(caller):
+            _pass_on(state)
+            state.ahead = (batch, None, state.epoch, number)
+        else:
+            _notify(state.loader(), batch, None, state.epoch, number)
+    except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+        _report(error)
+
+
+def _fetches_ahead(caller: FrameType) -> bool:
+    return (caller.f_globals.get("__name__"), caller.f_code.co_name) == _LOOKS_AHEAD
 
 
 def _state_of(iterator: Any) -> _Iteration:
@@ -308,7 +363,7 @@ def _yielded(iterator: Any, batch: Any, caller: FrameType) -> None:
     if number == 0 or state.epoch < 0:
         state.begin_epoch(iterator)
     ids = _ids_of(iterator, state)
-    if (caller.f_globals.get("__name__"), caller.f_code.co_name) == _LOOKS_AHEAD:
+    if _fetches_ahead(caller):
         _pass_on(state)
         if number == 0:  # later, the frame's locals would keep a batch in memory
             state.skipped = getattr(caller.f_locals.get("self"), "skip_batches", 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,13 +29,58 @@ from watchstep.pytorch.policy.watched_optimizers import WatchedOptimizers
 from watchstep.pytorch.running_statistics import RunningStatistics
 from watchstep.stopping import OnNonfinite
 
-_CLOSED, _FINITE, _NONFINITE = 0, 1, 2
+_CLOSED, _FINITE, _NONFINITE, _NOT_AGAIN = 0, 1, 2, 3
+"""Votes about an update. The last one: not finite, and the step cannot be computed again."""
+
+_DONE, _WAITS = 1, 2
+"""Votes while the step is computed again."""
 
 # Keeps those of several ranks alive after their hooks: a closed rank still votes.
 _live: set[UpdatePolicy] = set()
 
 _of_parents: list[UpdatePolicy] = []
 """Policies whose recording began in the parent of this process. They stay alive, because the end of their process group waits for threads of the parent."""
+
+
+class Redo(Protocol):
+    """Computes a step again whose update would stop the training, see `watchstep.trace.redo`."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether a step is being computed again: no update is made meanwhile."""
+        ...
+
+    def obstacle(self, optimizer: Optimizer) -> str:
+        """Return why the current step cannot be computed again; empty if it can be."""
+        ...
+
+    def begin(self, optimizer: Optimizer, step: int) -> None:
+        """Begin, while the step's update by an optimizer is being prevented."""
+        ...
+
+    def end(self, optimizer: Optimizer, *, is_nonfinite: bool) -> str | None:
+        """Handle a prevented update. Returns the sentence that ends the training; None if the step has not come yet."""
+        ...
+
+    def has_bad_loss(self, optimizer: Optimizer) -> bool:
+        """Return whether a loss of the next update is not finite."""
+        ...
+
+    def update_ends(self, optimizer: Optimizer) -> None:
+        """Handle the end of an update, made or prevented."""
+        ...
+
+    def others_change(self) -> None:
+        """Handle the end of an update of other models."""
+        ...
+
+    def failed(self, error: Exception) -> None:
+        """Count a fault."""
+        ...
+
+    def close(self) -> None:
+        """End, and drop the references to the program."""
+        ...
 
 
 @dataclass
@@ -78,6 +124,8 @@ class UpdatePolicy:
         self._decisions: MutableMapping[Optimizer, _Decision] = internals.weak_id_dictionary.value()
         self._statistics: list[RunningStatistics] = []
         self._skipped_at = -1
+        self.redo: Redo | None = None
+        """Computes the step that would stop the training again; None without it."""
 
     def watch(self, model: nn.Module, optimizer: Optimizer | None = None) -> RunningStatistics:
         """Also decide about updates of this model, and of an optimizer that has other parameters, such as copies in higher precision.
@@ -102,6 +150,10 @@ class UpdatePolicy:
             return
         self._closed = True
         self._statistics = []
+        if self.redo is not None:
+            if self.redo.runs and self._recorder.stopped is None:
+                self._recorder.end_early("the program ended before its step could be computed again")
+            self.redo.close()
         if self._votes is None or self._votes_failed:
             self._forget()
 
@@ -121,12 +173,18 @@ class UpdatePolicy:
 
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:  # noqa: ARG002 - as `StepListener`
         """Handle the end of an update, which the next passes follow."""
-        if not self._statistics or device_kernel.capturing() or optimizer not in self._watched:
+        if not self._statistics or device_kernel.capturing():
+            return
+        if optimizer not in self._watched:
+            if self.redo is not None:
+                self.redo.others_change()
             return
         own_work.depth += 1
         try:
             for statistics in self._statistics:
                 statistics.update_ends()
+            if self.redo is not None:
+                self.redo.update_ends(optimizer)
         finally:
             own_work.depth -= 1
 
@@ -138,14 +196,26 @@ class UpdatePolicy:
         """Decide about an update. May raise `StopTraining`, on all ranks. A retry is checked again, without a vote."""
         if self not in _live or os.getpid() != self._process or device_kernel.capturing():
             return False
+        is_again = self.redo is not None and self.redo.runs and not self._closed
         if optimizer not in self._watched:
-            return False
+            return is_again  # it may update what the step is computed from
         decision = self._decision_of(optimizer)
+        if self.redo is not None and is_again:
+            return self._prevents_again(self.redo, optimizer, decision)
         is_repeated = decision.has_voted and decision.skips
         own_work.depth += 1
+        obstacle = ""
         try:
-            local = not self._closed and self._is_nonfinite(optimizer, decision)
-            nonfinite = decision.skips or local if decision.has_voted else self._agreed(local)
+            local = not self._closed and (
+                self._is_nonfinite(optimizer, decision) or self._has_scaled_fault(optimizer)
+            )
+            if local:
+                obstacle = self._obstacle_to_redo(optimizer, decision, is_possible=is_possible)
+            vote = (_NOT_AGAIN if obstacle else _NONFINITE) if local else _FINITE
+            highest = _NONFINITE if decision.skips else vote
+            if not decision.has_voted:
+                highest = self._agreed(vote)
+            nonfinite = None if highest == _CLOSED else highest > _FINITE
             if nonfinite:
                 self._restore_statistics()
         finally:
@@ -162,7 +232,10 @@ class UpdatePolicy:
         if not is_repeated:
             decision.in_a_row += 1
             if not (self._votes_failed or is_late) and self._policy.stops_at(decision.in_a_row):
-                self._stop(decision.in_a_row)
+                if self.redo is not None and highest != _NOT_AGAIN:
+                    self._begin_again(self.redo, optimizer, decision)
+                    return True
+                self._stop(decision.in_a_row, obstacle and f"it was not computed again: {obstacle}")
         if obstacle := self._obstacle(optimizer, decision, is_possible=is_possible):
             self._health.note("updates", f"{type(optimizer).__name__} {obstacle}")
             return False
@@ -170,6 +243,90 @@ class UpdatePolicy:
             self._health.count("skipped_updates")
             self._skipped_at = self._recorder.step
             self._recorder.scalar(WITHHELD, 1.0)
+        return True
+
+    def _obstacle_to_redo(self, optimizer: Optimizer, decision: _Decision, *, is_possible: bool) -> str:
+        """Return why this rank cannot compute the step again; empty if it can, or is not asked to."""
+        if self.redo is None or not self._policy.stops_at(decision.in_a_row + 1):
+            return ""
+        try:
+            if obstacle := self._obstacle(optimizer, decision, is_possible=is_possible):
+                return f"{type(optimizer).__name__} {obstacle}"
+            return self.redo.obstacle(optimizer)
+        except Exception as error:  # noqa: BLE001 - the training stops without it
+            self.redo.failed(error)
+            return f"{type(error).__name__}: {error}"[:200]
+
+    def scaler_skips(self, optimizer: Optimizer) -> None:
+        """Handle an update that a gradient scaler has left out without calling the optimizer. May raise `StopTraining`, on all ranks.
+
+        A scaler leaves out updates to find its scale. Only where the step that stops the training is computed again, a loss that is not finite before
+        scaling stops it.
+        """
+        redo = self.redo
+        if (
+            redo is None
+            or self not in _live
+            or os.getpid() != self._process
+            or optimizer not in self._watched
+        ):
+            return
+        decision = self._decision_of(optimizer)
+        if redo.runs:
+            self._prevents_again(redo, optimizer, decision)
+        elif (vote := self._vote_of_skip(redo, optimizer, decision)) > _FINITE:
+            decision.in_a_row += 1
+            if vote == _NOT_AGAIN:
+                self._stop(decision.in_a_row, "it was not computed again")
+            self._begin_again(redo, optimizer, decision)
+        own_work.depth += 1
+        try:
+            redo.update_ends(optimizer)
+        finally:
+            own_work.depth -= 1
+
+    def _vote_of_skip(self, redo: Redo, optimizer: Optimizer, decision: _Decision) -> int:
+        own_work.depth += 1
+        try:
+            vote = _FINITE
+            if redo.has_bad_loss(optimizer) and self._policy.stops_at(decision.in_a_row + 1):
+                vote = _NOT_AGAIN if redo.obstacle(optimizer) else _NONFINITE
+        finally:
+            own_work.depth -= 1
+        return self._agreed(vote)
+
+    def _has_scaled_fault(self, optimizer: Optimizer) -> bool:
+        """Return whether a gradient scaler leaves out the update of a fused optimizer whose loss is not finite, if that is to be computed again."""
+        return self.redo is not None and amp.scaling_of(optimizer).skips and self.redo.has_bad_loss(optimizer)
+
+    def _begin_again(self, redo: Redo, optimizer: Optimizer, decision: _Decision) -> None:
+        """Begin to compute the step again, or stop."""
+        step = self._recorder.step
+        own_work.depth += 1
+        try:
+            redo.begin(optimizer, step)
+        except Exception as error:  # noqa: BLE001 - the training stops without it
+            redo.failed(error)
+            self._stop(decision.in_a_row, f"it was not computed again: {type(error).__name__}: {error}"[:300])
+        finally:
+            own_work.depth -= 1
+        self._recorder.last_recorded = step
+
+    def _prevents_again(self, redo: Redo, optimizer: Optimizer, decision: _Decision) -> bool:
+        """Prevent an update while a step is computed again, and stop once all ranks have computed it."""
+        own_work.depth += 1
+        try:
+            is_nonfinite = self._is_nonfinite(optimizer, decision) or redo.has_bad_loss(optimizer)
+            found = redo.end(optimizer, is_nonfinite=is_nonfinite)
+        except Exception as error:  # noqa: BLE001 - the training stops nevertheless
+            redo.failed(error)
+            found = f"it could not be computed again: {type(error).__name__}: {error}"[:300]
+        finally:
+            decision.is_nonfinite = None
+            own_work.depth -= 1
+        if self._agreed(_WAITS if found is None else _DONE) != _WAITS:
+            self._restore_statistics()
+            self._stop(decision.in_a_row, found or "")
         return True
 
     def _note_update(self) -> None:
@@ -225,28 +382,31 @@ class UpdatePolicy:
             ]
         )
 
-    def _agreed(self, local: bool) -> bool | None:
-        """Return whether the gradients of any rank are non-finite; None once all ranks have closed."""
+    def _agreed(self, vote: int) -> int:
+        """Return the highest vote of all ranks, of which closed ones vote `_CLOSED`."""
+        vote = _CLOSED if self._closed else vote
         if self._votes is None or self._votes_failed:
-            return None if self._closed else local
+            return vote
         try:
-            highest = self._votes.highest(_CLOSED if self._closed else _NONFINITE if local else _FINITE)
+            return self._votes.highest(vote)
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._health.fault("update policy", error)
             self._health.note(
                 "updates", "the ranks no longer vote: each skips its own non-finite updates, and none stops"
             )
             self._votes_failed = True
-            return None if self._closed else local
-        return None if highest == _CLOSED else highest == _NONFINITE
+            return vote
 
-    def _stop(self, in_a_row: int) -> None:
+    def _stop(self, in_a_row: int, explanation: str = "") -> None:
         """Raise `StopTraining`; the update is not made."""
         was_skipped = self._policy.action == "skip" and in_a_row > 1
         skipped = f", after {in_a_row - 1} skipped updates" if was_skipped else ""
+        last = self._recorder.last_recorded
+        step = self._recorder.step if last is None else last
         self._forget()
         self._recorder.stop(
-            f"the gradients of step {self._recorder.step} are not finite{skipped}", source="gate policy"
+            f"the gradients of step {step} are not finite{skipped}{explanation and '; '}{explanation}",
+            source="gate policy",
         )
 
     def _decision_of(self, optimizer: Optimizer) -> _Decision:
