@@ -60,14 +60,16 @@ _MOST_UPDATES = 8
 yielded again."""
 
 _MOST_BATCHES = 4096
+_MOST_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
 class _YieldedBatch:
-    """A batch that a data loader has yielded, and the random states then."""
+    """A batch that a data loader has yielded, the ids of its samples, and the random states then."""
 
     loader: weakref.ref[DataLoader[Any]] | None
     batch: Any
+    sample_ids: Sequence[Any] | None
     versions: TensorVersions
     random: GeneratorStates
 
@@ -229,8 +231,8 @@ class StepRedo:
         self,
         loader: DataLoader[Any] | None,
         batch: Any,
-        sample_ids: Sequence[Any] | None,  # noqa: ARG002 - the listener's signature
-        epoch: int,  # noqa: ARG002 - as above
+        sample_ids: Sequence[Any] | None,
+        epoch: int,  # noqa: ARG002 - the listener's signature
         number: int,  # noqa: ARG002 - as above
     ) -> None:
         """Note a batch. See `BatchListener`."""
@@ -239,7 +241,7 @@ class StepRedo:
         versions = TensorVersions()
         versions.note(batch)
         reference = None if loader is None else weakref.ref(loader)
-        yielded = _YieldedBatch(reference, batch, versions, GeneratorStates.capture())
+        yielded = _YieldedBatch(reference, batch, sample_ids, versions, GeneratorStates.capture())
         for since in self._all_since():
             since.batches.append(yielded)
             if not self._has_room(since):
@@ -376,7 +378,7 @@ class StepRedo:
             return f"the first NaN or infinity came from another rank: all is finite on rank {self._worker} before gradients are reduced"
         lines = render_diagnosis(trace, diagnosis).splitlines()
         sys.stderr.write("".join(f"watchstep: {line}\n" for line in lines))
-        cause = render_cause(trace, diagnosis)
+        cause = render_cause(trace, diagnosis) + _sample(again.since.batches, trace, diagnosis)
         notes = list(again.notes)
         if again.given:
             notes.append(
@@ -504,6 +506,26 @@ def _came_in(diagnosis: Diagnosis) -> bool:
     return (
         first is not None and first.cause == "tensor" and first.tensor is not None and not first.tensor.name
     )
+
+
+def _sample(batches: Sequence[_YieldedBatch], trace: Trace, diagnosis: Diagnosis) -> str:
+    """Return which sample had the first NaN or infinity, with a separator; empty if that is not known.
+
+    The first bad tensor has a row for each sample of its batch, and every batch has one loss.
+    """
+    origin = diagnosis.first
+    if origin is None or origin.tensor is None or origin.tensor.health is None:
+        return ""
+    ended = sum(after < origin.operation.index for _, after in trace.losses)
+    number = ended - (origin.operation.phase != "forward")
+    if len(batches) == 1:
+        number = 0
+    elif len(trace.losses) != len(batches) or not 0 <= number < len(batches):
+        return ""
+    ids, shape, place = batches[number].sample_ids, origin.tensor.shape, origin.tensor.health.first_bad
+    if not ids or not place or not shape or shape[0] != len(ids) or len(ids) == 1:
+        return ""
+    return f"; sample {str(ids[place[0]])[:_MOST_CHARACTERS]} (row {place[0]} of its batch)"
 
 
 def _tensors_of(arguments: tuple[Any, ...] | None, keywords: Mapping[str, Any] | None) -> list[Tensor]:

@@ -180,6 +180,8 @@ def test_the_line_is_named(tmp_path: Path, program: Program, capsys: pytest.Capt
     place = f"{Path(__file__)}:{line_of(program)} in "
     assert place in reason_of(hook), reason_of(hook)
     assert "approximate" not in reason_of(hook)
+    if program in {accumulates, checkpoints, scales}:
+        assert f"; sample {_BAD} (row " in reason_of(hook)
     assert f"at {place}" in capsys.readouterr().err
     assert hook.stopped is not None
     run = watchstep.open_run(hook.run_url)
