@@ -22,6 +22,7 @@ from watchstep.format.system_figures import FIGURES
 from watchstep.wrapper.audit.audit_command import parser as audit_parser
 from watchstep.wrapper.check_config import parser as check_config_parser
 from watchstep.wrapper.diff_command import parser as diff_parser
+from watchstep.wrapper.explain_command import parser as explain_parser
 from watchstep.wrapper.replay_command import bundles_parser
 from watchstep.wrapper.replay_command import parser as replay_parser
 from watchstep.wrapper.report_command import parser as report_parser
@@ -61,6 +62,7 @@ _OWN_PARSERS = {
     "watchstep trace": trace_parser,
     "watchstep report": report_parser,
     "watchstep replay": replay_parser,
+    "watchstep explain": explain_parser,
     "watchstep bundles": bundles_parser,
     "watchstep samples": samples_parser,
     "watchstep skip-list": skip_list_parser,
@@ -92,6 +94,7 @@ _VARIABLES = {
     "WATCHSTEP_LAUNCHED": "Attempt that a launcher has registered; `watchstep run` uses it and registers nothing.",
     "WATCHSTEP_RESTARTS": "Number of times a cluster has restarted the same job; set by a backend.",
     "WATCHSTEP_EXPLAIN": "`1`: the step that stops the training by the gate policy, `stop` by default, is first computed again under a trace, if `Hook(explain=…)` does not state it.",
+    "WATCHSTEP_EXPLAINED_BUNDLE": "Set by `watchstep explain`: the bundle of the step that the program computes after its first update.",
     "WATCHSTEP_ON_NONFINITE": "The gate policy if `Hook(on_nonfinite=…)` does not set it: `record`, `skip`, `skip:N` or `stop`.",
     "WATCHSTEP_ON_STOP": "Effect of a stop if `Hook(on_stop=…)` does not set it: `ignore`; `raise` or `stop`; `checkpoint`: the "
     "program's function or its trainer first saves a checkpoint.",

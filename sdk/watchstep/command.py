@@ -1,4 +1,4 @@
-"""The ``watchstep`` command. ``run``, ``sync``, ``check-config FILE``, ``trace``, ``report``, ``replay``, ``bundles``, ``samples``, ``skip-list``, ``diff``, ``audit`` and ``--version`` belong to the SDK; other packages provide the other commands."""
+"""The ``watchstep`` command. ``run``, ``sync``, ``check-config FILE``, ``trace``, ``report``, ``replay``, ``explain``, ``bundles``, ``samples``, ``skip-list``, ``diff``, ``audit`` and ``--version`` belong to the SDK; other packages provide the other commands."""
 
 from __future__ import annotations
 
@@ -52,6 +52,10 @@ def main() -> None:
             from watchstep.wrapper.replay_command import main as replay
 
             replay(arguments[1:])
+        if arguments[:1] == ["explain"]:
+            from watchstep.wrapper.explain_command import main as explain
+
+            explain(arguments[1:])
         if arguments[:1] == ["bundles"]:
             from watchstep.wrapper.replay_command import bundles_main
 

@@ -579,7 +579,11 @@ class Hook:
         elif self._explains and self._bundler is not None and policy.redo is None:
             from watchstep.trace.redo import StepRedo
 
-            policy.redo = StepRedo(self._session, watch.model, self._bundler.inputs, self._identity)
+            policy.redo = redo = StepRedo(self._session, watch.model, self._bundler.inputs, self._identity)
+            if path := os.environ.get(hook_arguments.EXPLAINED_BUNDLE):
+                from watchstep.replay.program_step import inputs_of_file
+
+                redo.recorded = inputs_of_file(path, watch.model)
 
     def _trace_steps(self, model: Any) -> None:
         """Trace the chosen steps. The first one may begin now."""

@@ -47,6 +47,9 @@ ON_NONFINITE = "WATCHSTEP_ON_NONFINITE"
 EXPLAIN = "WATCHSTEP_EXPLAIN"
 """1 to compute the step that stops the training again, if `Hook(explain=…)` does not state it."""
 
+EXPLAINED_BUNDLE = "WATCHSTEP_EXPLAINED_BUNDLE"
+"""Set by ``watchstep explain``: the bundle of the step that the program computes after its first update."""
+
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
 

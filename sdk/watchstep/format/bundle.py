@@ -191,6 +191,14 @@ class Bundle:
         """Return the names of the tensors below a prefix, as `PARAMETERS`, without it."""
         return [name.removeprefix(prefix) for name in self.tensors if name.startswith(prefix)]
 
+    def content(self) -> bytes:
+        """Read the whole object.
+
+        Raises:
+            NotFoundError, StoreError: The object could not be read.
+        """
+        return self._store.get(self._key)
+
     def read(self, name: str) -> tuple[NDArray[Any], str]:
         """Read one tensor.
 

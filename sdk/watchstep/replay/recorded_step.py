@@ -83,6 +83,30 @@ class RecordedStep:
                 if lost.path.startswith(prefix):
                     self.unrestored[f"{noun} {lost.path.removeprefix(prefix)!r}"] = None
 
+    def check_model(self, model: nn.Module) -> None:
+        """Check that the recorded parameters and buffers fit a model.
+
+        Raises:
+            ConfigError: the model has other parameters or shapes than the recorded one.
+        """
+        inner = unwrap(model)
+        for prefix, noun, own in (
+            (PARAMETERS, "parameter", dict(inner.named_parameters())),
+            (BUFFERS, "buffer", dict(inner.named_buffers())),
+        ):
+            for name in self.bundle.names(prefix):
+                shape = self.bundle.tensors[f"{prefix}{name}"].shape
+                if name not in own or tuple(own[name].shape) != tuple(shape):
+                    found = (
+                        f"has shape {tuple(own[name].shape)}"
+                        if name in own
+                        else "is not in the program's model"
+                    )
+                    raise ConfigError(
+                        f"bundle {self.bundle.name}: {noun} {name!r} of shape {tuple(shape)} {found}",
+                        "start the recorded program with its arguments",
+                    )
+
     def unrecorded(self, model: nn.Module) -> list[Tensor]:
         """Return the parameters and buffers that the bundle does not have."""
         inner = unwrap(model)
@@ -162,8 +186,23 @@ class RecordedStep:
         """Bytes that the values took that were read since the last call of `batch` began."""
         return self._source.bytes
 
+    def arguments(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments and keywords of the model in a micro-batch; None if they were not recorded, or a part of them was lost."""
+        recorded = self.bundle.document.micro_batches[number]
+        if "arguments" not in recorded:
+            return None
+        try:
+            arguments = self._value(recorded["arguments"], "arguments")
+            return tuple(arguments), dict(self._value(recorded["keywords"], "keywords"))
+        except ConfigError:
+            return None
+
     def losses(self, number: int) -> list[float]:
         """Return the losses of a micro-batch at ``backward()``."""
+        return [float(loss) for loss in self.loss_tensors(number)]
+
+    def loss_tensors(self, number: int) -> list[Tensor]:
+        """Return the losses of a micro-batch at ``backward()``, one element each."""
         values = self._value(self.bundle.document.micro_batches[number].get("losses", {"list": []}), "losses")
         if not isinstance(values, list) or not all(
             isinstance(loss, Tensor) and loss.numel() == 1 for loss in values
@@ -171,7 +210,7 @@ class RecordedStep:
             raise FormatError(
                 f"bundle {self.bundle.name}: losses of micro-batch {number} are not tensors", _HINT
             )
-        return [float(loss) for loss in values]
+        return values
 
     def begin_micro_batch(self, number: int) -> None:
         """Set PyTorch's generators to their states at the batch of a micro-batch, if there is one, and others to those before its forward pass.
@@ -202,6 +241,10 @@ class RecordedStep:
                 f"random numbers of {', '.join(wrong)} were drawn before the forward pass, and are not those of the recorded step: call hook.batch(…) "
                 "just before the loss is computed, or draw such numbers before, and give them with the batch; in another precision they may be others"
             ] = None
+
+    def set_pass(self, number: int) -> None:
+        """Set the generators to their states before the forward pass of a micro-batch."""
+        self._set_random_states(number)
 
     def _set_random_states(self, number: int, at_batch: Any = None) -> None:
         value = self._value(self.bundle.document.micro_batches[number].get("random"), "random states")

@@ -13,13 +13,14 @@ step instead; what the loss reads besides is then another batch's, and the resul
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,19 +60,56 @@ _MOST_UPDATES = 8
 """Updates within which the step must come again: Accelerate and Lightning fetch batches ahead, which may be micro-batches of one step with the first ones that are
 yielded again."""
 
+NOT_AGAIN = "it could not be computed again"
+"""In the reason of a stop whose step did not come again."""
+
 _MOST_BATCHES = 4096
 _MOST_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
 class _YieldedBatch:
-    """A batch that a data loader has yielded, the ids of its samples, and the random states then."""
+    """A batch that a data loader has yielded, the ids of its samples, and a function that sets the random states of then."""
 
     loader: weakref.ref[DataLoader[Any]] | None
     batch: Any
     sample_ids: Sequence[Any] | None
     versions: TensorVersions
-    random: GeneratorStates
+    put_back: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """A pass of the model.
+
+    Attributes:
+        arguments: its arguments.
+        keywords: its keyword arguments.
+        put_back: sets the random states to those before it.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    put_back: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class RecordedInputs:
+    """What a step of an earlier process was computed from.
+
+    Attributes:
+        step: its number.
+        batches: batches of data loaders, each with a function that sets the random states of its time.
+        passes: passes of the model.
+        losses: losses at ``backward()``.
+        restore: sets the model and an optimizer to their states before the step.
+    """
+
+    step: int
+    batches: Sequence[tuple[Any, Callable[[], None]]]
+    passes: list[PassInputs]
+    losses: list[Tensor]
+    restore: Callable[[Optimizer], None]
 
 
 @dataclass
@@ -100,7 +138,7 @@ class _Again:
         optimizer: the optimizer whose update was prevented.
         since: what it was computed from.
         passes: its passes of the model.
-        buffers: buffers of the model before it.
+        restore: sets what it changes besides random states to what it was before.
         updates: updates of the optimizer since it began.
         seen: passes since the last of them.
         matched: those of them that have come again.
@@ -115,8 +153,8 @@ class _Again:
     step: int
     optimizer: Optimizer
     since: _SinceUpdate
-    passes: list[MicroBatch]
-    buffers: dict[str, Tensor]
+    passes: list[PassInputs]
+    restore: Callable[[Optimizer], None]
     updates: int = 0
     seen: int = 0
     matched: int = 0
@@ -204,6 +242,8 @@ class StepRedo:
         self._tracing = _StepTracing(model, self._worker, session.health, session.snapshot_writer)
         self._is_traced = False
         self._handle: RemovableHandle | None = None
+        self.recorded: RecordedInputs | None = None
+        """A step of an earlier process that is computed in place of the second one; None without one."""
         loader_batches.listen(self)
         losses.listen(self)
 
@@ -241,8 +281,10 @@ class StepRedo:
         versions = TensorVersions()
         versions.note(batch)
         reference = None if loader is None else weakref.ref(loader)
-        yielded = _YieldedBatch(reference, batch, sample_ids, versions, GeneratorStates.capture())
+        yielded = _YieldedBatch(reference, batch, sample_ids, versions, GeneratorStates.capture().put_back)
         for since in self._all_since():
+            if since.is_dropped:
+                continue
             since.batches.append(yielded)
             if not self._has_room(since):
                 since.batches.clear()
@@ -264,7 +306,8 @@ class StepRedo:
         """Note a loss. See `LossListener`."""
         if threading.get_ident() == self._thread:
             for since in self._all_since():
-                since.losses = [*since.losses[-_MOST_BATCHES:], loss.value]
+                if len(since.losses) < _MOST_BATCHES:
+                    since.losses.append(loss.value)
 
     def failed(self, error: Exception) -> None:
         """Count a fault."""
@@ -298,10 +341,31 @@ class StepRedo:
         """Compute a step again, whose update by an optimizer is being prevented."""
         notes = [f"buffer {name} was not restored" for name in sorted(self._inputs.buffers.left_out)[:3]]
         buffers = {name: copy.clone() for name, copy in self._inputs.buffers.values().items()}
-        self._again = _Again(step, optimizer, self._since_of(optimizer), self._passes(), buffers, notes=notes)
-        self._since[optimizer] = _SinceUpdate()
-        self._handle = self._model.register_forward_pre_hook(self._pass_begins, with_kwargs=True)
+        passes = [
+            PassInputs(each.arguments or (), dict(each.keywords or {}), each.random.put_back)
+            for each in self._passes()
+        ]
+        restore = functools.partial(_restore_buffers, self._model, buffers)
+        self._go_back(_Again(step, optimizer, self._since_of(optimizer), passes, restore, notes=notes))
         sys.stderr.write(f"watchstep: step {step} is not finite, and is computed again under a trace\n")
+
+    def begin_recorded(self, optimizer: Optimizer) -> bool:
+        """Compute the step of `recorded` after the first update, which is being prevented. Returns False without one."""
+        recorded, self.recorded = self.recorded, None
+        if recorded is None:
+            return False
+        batches = [
+            _YieldedBatch(None, batch, None, TensorVersions(), put_back)
+            for batch, put_back in recorded.batches
+        ]
+        since = _SinceUpdate(None, batches, recorded.losses)
+        self._go_back(_Again(recorded.step, optimizer, since, recorded.passes, recorded.restore))
+        return True
+
+    def _go_back(self, again: _Again) -> None:
+        self._again = again
+        self._since[again.optimizer] = _SinceUpdate()
+        self._handle = self._model.register_forward_pre_hook(self._pass_begins, with_kwargs=True)
 
     def has_bad_loss(self, optimizer: Optimizer) -> bool:
         """Return whether a loss of the update that an optimizer is about to make is not finite. Waits for devices."""
@@ -343,7 +407,7 @@ class StepRedo:
         if again.found is not None:
             return again.found
         if not self._is_traced:  # a fault at the end of the prevented update
-            again.found = "it could not be computed again"
+            again.found = NOT_AGAIN
             return again.found
         again.updates += 1
         losses_now = self._losses_now(optimizer)
@@ -363,7 +427,7 @@ class StepRedo:
         self, again: _Again, losses_now: list[Tensor], *, has_come: bool, is_nonfinite: bool
     ) -> str | None:
         if not has_come:
-            return "it could not be computed again: the program went on with other batches"
+            return f"{NOT_AGAIN}: the program went on with other batches"
         is_equal = _are_equal(losses_now, again.since.losses)
         if not is_nonfinite:
             return self._finite(again, losses_now)
@@ -423,7 +487,7 @@ class StepRedo:
             is_same = _are_equal(now, then)
             if not is_same and (again.since.batches or not _are_alike(now, then)):
                 return None
-            expected.random.put_back()
+            expected.put_back()
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self.failed(error)
             return None
@@ -432,19 +496,14 @@ class StepRedo:
         if not again.matched:
             again.ahead = again.seen - 1
         again.matched += 1
-        if is_same or expected.arguments is None:
+        if is_same:
             return None
         again.given = True
-        return expected.arguments, dict(expected.keywords or {})
+        return expected.arguments, dict(expected.keywords)
 
-    @torch.no_grad()
     def _restore(self, again: _Again) -> None:
         """Set everything to what it was before the step, at the end of the prevented update."""
-        own = dict(self._model.named_buffers())
-        for name, copy in again.buffers.items():
-            buffer = own.get(name)
-            if buffer is not None and buffer.shape == copy.shape and buffer.dtype == copy.dtype:
-                buffer.copy_(copy)
+        again.restore(again.optimizer)
         for group in again.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -454,7 +513,7 @@ class StepRedo:
         if random is not None:
             random.put_back()
         elif not again.since.batches and again.passes:
-            again.passes[0].random.put_back()
+            again.passes[0].put_back()
 
     def _yield_batches(self, again: _Again) -> None:
         """Let data loaders yield the batches again at the start, and anew if those that were fetched ahead had parted the step."""
@@ -469,9 +528,7 @@ class StepRedo:
         for each in batches:
             loader = None if each.loader is None else each.loader()
             key = None if loader is None else id(loader)
-            waiting.setdefault(key, deque()).append(
-                loader_batches.RepeatedBatch(each.batch, each.random.put_back)
-            )
+            waiting.setdefault(key, deque()).append(loader_batches.RepeatedBatch(each.batch, each.put_back))
         loader_batches.yield_again(waiting)
 
     def _passes(self) -> list[MicroBatch]:
@@ -498,6 +555,15 @@ class StepRedo:
         self._tracing.end(discards=True)
         self._tracing.close()
         self._again = None
+
+
+@torch.no_grad()
+def _restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor], _optimizer: Optimizer) -> None:
+    own = dict(model.named_buffers())
+    for name, copy in buffers.items():
+        buffer = own.get(name)
+        if buffer is not None and buffer.shape == copy.shape and buffer.dtype == copy.dtype:
+            buffer.copy_(copy)
 
 
 def _came_in(diagnosis: Diagnosis) -> bool:

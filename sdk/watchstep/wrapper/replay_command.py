@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument(
         "bundle", metavar="BUNDLE", help="a bundle's file, or a run: its id, PROJECT/ID, folder or URL"
     )
-    _add_store(parsed)
+    add_store(parsed)
     parsed.add_argument(
         "--program",
         required=True,
@@ -73,7 +73,7 @@ def bundles_parser() -> argparse.ArgumentParser:
     parsed.add_argument(
         "bundle", metavar="RUN_OR_BUNDLE", help="a run: its id, PROJECT/ID, folder or URL; or a bundle's file"
     )
-    _add_store(parsed)
+    add_store(parsed)
     parsed.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parsed
 
@@ -173,7 +173,8 @@ def bundles_main(arguments: Sequence[str]) -> NoReturn:
     raise SystemExit(0)
 
 
-def _add_store(parsed: argparse.ArgumentParser) -> None:
+def add_store(parsed: argparse.ArgumentParser) -> None:
+    """Add the option of the store of a run."""
     parsed.add_argument(
         "--store",
         default=os.environ.get(STORE) or _DEFAULT_STORE,

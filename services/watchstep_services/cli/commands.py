@@ -214,6 +214,11 @@ COMMANDS: Mapping[str, CommandEntry | GroupEntry] = {
         "replay",
         "Compute a bundled training step again, and name its first bad operation. Exit code 1 if it is not reproduced.",
     ),
+    "explain": CommandEntry(
+        "jobs",
+        "explain",
+        "Start a program again, compute a bundled step in its own loop, and name the first bad operation. Exit code 1 if it was not computed.",
+    ),
     "bundles": CommandEntry(
         "jobs",
         "bundles",

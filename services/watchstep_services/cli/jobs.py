@@ -1,6 +1,6 @@
 """``watchstep attach`` and ``watchstep watch``, which run without the service's packages, and the commands of the SDK.
 
-The SDK itself executes ``run``, ``sync``, ``trace``, ``report``, ``samples``, ``skip-list``, ``replay``, ``bundles``, ``diff`` and ``audit``. Their definitions here provide help and shell completion.
+The SDK itself executes ``run``, ``sync``, ``trace``, ``report``, ``samples``, ``skip-list``, ``replay``, ``explain``, ``bundles``, ``diff`` and ``audit``. Their definitions here provide help and shell completion.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from watchstep.errors import ConfigError
 from watchstep.platform.terminal_text import printable
 from watchstep.wrapper.audit.audit_command import parser as audit_parser
 from watchstep.wrapper.diff_command import parser as diff_parser
+from watchstep.wrapper.explain_command import parser as explain_parser
 from watchstep.wrapper.replay_command import bundles_parser
 from watchstep.wrapper.replay_command import parser as replay_parser
 from watchstep.wrapper.report_command import parser as report_parser
@@ -168,6 +169,7 @@ sync = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 trace = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 report = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 replay = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+explain = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 bundles = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 diff = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 audit = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -237,6 +239,18 @@ def _replay(
         watchstep replay s3://bucket/runs/default/my-run --step 5000 --program train.py:replay --precision fp64
     """
     replay_parser().parse_args(arguments or ["--help"])
+
+
+@explain.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+def _explain(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="BUNDLE -- PROGRAM …")] = None,
+) -> None:
+    """Start a program again, compute a bundled step in its own loop, and name the first bad operation. Exit code 1 if it was not computed.
+
+    Examples:
+        watchstep explain runs/default/my-run -- python train.py
+    """
+    explain_parser().parse_args(arguments or ["--help"])
 
 
 @bundles.command(add_help_option=False, context_settings={"ignore_unknown_options": True})

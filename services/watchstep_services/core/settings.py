@@ -354,6 +354,7 @@ OF_OTHERS = frozenset(
         "MIRROR",
         "MIRROR_SERIES",
         "EXPLAIN",
+        "EXPLAINED_BUNDLE",
         "ON_NONFINITE",
         "ON_STOP",
         "OVERHEAD_BUDGET",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -363,6 +365,39 @@ def test_an_unchanged_program_names_the_line_by_one_option(tmp_path: Path) -> No
     assert "exit code 86" in printed.output
     assert "watchstep: first bad operation: aten.log.default" in printed.errors
     assert f"at {program}:12 in <module>" in printed.errors
+
+
+@pytest.mark.ci
+def test_the_bundle_of_a_run_is_computed_in_the_program_that_is_started_again(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PLAIN)
+    options = ("--on-nonfinite", "stop", "--run", "r", "--store", tmp_path / "runs")
+    assert "aten.log" not in record_program(program, folder=tmp_path, options=options).errors
+    explain = [
+        sys.executable,
+        "-m",
+        "watchstep.command",
+        "explain",
+        "default/r",
+        "--store",
+        str(tmp_path / "runs"),
+        "--",
+    ]
+    done = subprocess.run(
+        [*explain, sys.executable, str(program)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "exit code 86\n")
+    assert f"at {program}:12 in <module>" in done.stderr
+    assert (
+        "the gradients of step 6 are not finite; aten.log.default made the first NaN or infinity"
+        in done.stderr
+    )
+    program.write_text(PLAIN.replace("Linear(4, 8)", "Linear(4, 9)").replace("Linear(8, 1)", "Linear(9, 1)"))
+    other = subprocess.run(
+        [*explain, sys.executable, str(program)], capture_output=True, text=True, check=False
+    )
+    assert other.returncode == 1
+    assert "parameter '0.weight' of shape (8, 4) has shape (9, 4)" in other.stderr
 
 
 RANKS = """

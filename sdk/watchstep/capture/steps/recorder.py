@@ -297,14 +297,15 @@ class Recorder:
             return None
         return request if self.stopped is None else ""
 
-    def stop(self, reason: str, source: str = "guard") -> NoReturn:
+    def stop(self, reason: str, source: str = "guard", step: int | None = None) -> NoReturn:
         """Stop by a guard or the gate policy, of this rank or another. Always raises `StopTraining`, whatever fails on the way.
 
         Args:
             reason: one sentence for users.
             source: what stops, for the message.
+            step: the step that is the reason; by default the current one.
         """
-        step = self.step if self.last_recorded is None else self.last_recorded
+        step = self.step if step is None else step
         self.stopped, self.acknowledged = request(reason, step), True
         self.is_recalling = True
         try:

@@ -107,6 +107,8 @@ class Bundler:
             is_complete: Whether all passes of the step were observed; None to find out. False: only a failing step is bundled.
         """
         plan, health = self._session.bundles, self._session.health
+        if self._session.recorder.last_recorded is not None:
+            return  # the step is computed again
         if not plan.is_pending or os.getpid() != self._process:
             return  # a forked child, such as a worker of a data loader, has no step of its own
         complete = self.inputs.step == step if is_complete is None else is_complete

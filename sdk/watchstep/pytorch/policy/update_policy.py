@@ -50,12 +50,21 @@ class Redo(Protocol):
         """Whether a step is being computed again: no update is made meanwhile."""
         ...
 
+    @property
+    def step(self) -> int:
+        """Number of the step that is computed again."""
+        ...
+
     def obstacle(self, optimizer: Optimizer) -> str:
         """Return why the current step cannot be computed again; empty if it can be."""
         ...
 
     def begin(self, optimizer: Optimizer, step: int) -> None:
         """Begin, while the step's update by an optimizer is being prevented."""
+        ...
+
+    def begin_recorded(self, optimizer: Optimizer) -> bool:
+        """Begin to compute a step of an earlier process after the first update, which is being prevented. Returns False without one."""
         ...
 
     def end(self, optimizer: Optimizer, *, is_nonfinite: bool) -> str | None:
@@ -202,6 +211,8 @@ class UpdatePolicy:
         decision = self._decision_of(optimizer)
         if self.redo is not None and is_again:
             return self._prevents_again(self.redo, optimizer, decision)
+        if self.redo is not None and self._begins_recorded(self.redo, optimizer):
+            return True
         is_repeated = decision.has_voted and decision.skips
         own_work.depth += 1
         obstacle = ""
@@ -312,6 +323,17 @@ class UpdatePolicy:
             own_work.depth -= 1
         self._recorder.last_recorded = step
 
+    def _begins_recorded(self, redo: Redo, optimizer: Optimizer) -> bool:
+        """Begin to compute a step of an earlier process, if there is one. All ranks have one, or none."""
+        own_work.depth += 1
+        try:
+            begins = redo.begin_recorded(optimizer)
+        finally:
+            own_work.depth -= 1
+        if begins:
+            self._recorder.last_recorded = self._recorder.step
+        return begins
+
     def _prevents_again(self, redo: Redo, optimizer: Optimizer, decision: _Decision) -> bool:
         """Prevent an update while a step is computed again, and stop once all ranks have computed it."""
         own_work.depth += 1
@@ -401,12 +423,12 @@ class UpdatePolicy:
         """Raise `StopTraining`; the update is not made."""
         was_skipped = self._policy.action == "skip" and in_a_row > 1
         skipped = f", after {in_a_row - 1} skipped updates" if was_skipped else ""
-        last = self._recorder.last_recorded
-        step = self._recorder.step if last is None else last
+        step = self._recorder.step if self.redo is None or not self.redo.runs else self.redo.step
         self._forget()
         self._recorder.stop(
             f"the gradients of step {step} are not finite{skipped}{explanation and '; '}{explanation}",
             source="gate policy",
+            step=step,
         )
 
     def _decision_of(self, optimizer: Optimizer) -> _Decision:
