@@ -17,6 +17,9 @@ EXIT_STOPPED = 86
 EXIT_TOMBSTONE = 87
 """Exit code of ``watchstep run`` when the run was stopped earlier and must not start again."""
 
+NOT_AGAIN = "it could not be computed again"
+"""In the reason of a stop by the gate policy whose step did not come again, see `watchstep.trace.redo`."""
+
 OnStop = Literal["ignore", "check", "raise"] | Callable[[StopRequest], None]
 """Effect of a cooperative stop in this process: nothing; only set `Hook.stopped`, upon which the program ends by itself;
 raise `StopTraining`; or call a function."""

@@ -43,6 +43,7 @@ from watchstep.pytorch.bundles.step_inputs import Contents, MicroBatch, StepInpu
 from watchstep.pytorch.loaders import loader_batches
 from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.outputs.passes import recomputes
+from watchstep.stopping import NOT_AGAIN
 from watchstep.trace.online import OnlineTracing
 from watchstep.trace.operations import Trace
 from watchstep.trace.origins import Diagnosis, diagnose
@@ -59,9 +60,6 @@ _BYTES = 2 * 2**30
 _MOST_UPDATES = 8
 """Updates within which the step must come again: Accelerate and Lightning fetch batches ahead, which may be micro-batches of one step with the first ones that are
 yielded again."""
-
-NOT_AGAIN = "it could not be computed again"
-"""In the reason of a stop whose step did not come again."""
 
 _MOST_BATCHES = 4096
 _MOST_CHARACTERS = 100

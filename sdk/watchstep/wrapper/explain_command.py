@@ -16,7 +16,7 @@ from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.bundle import Bundle
 from watchstep.hook_arguments import EXPLAINED_BUNDLE
 from watchstep.reading.run import open_run
-from watchstep.trace.redo import NOT_AGAIN
+from watchstep.stopping import NOT_AGAIN
 from watchstep.wrapper.environment import AttemptLaunch, environment, find_program
 from watchstep.wrapper.replay_command import add_store, find_bundle
 
