@@ -503,6 +503,12 @@ def install() -> None:
         jax.jit = _recording_jit(jax.jit)
 
 
+def plain_jit() -> Callable[..., Any]:
+    """Return the `jax.jit` that records nothing."""
+    plain: Callable[..., Any] = jax.jit.__wrapped__ if hasattr(jax.jit, _MARK) else jax.jit
+    return plain
+
+
 def _recording_jit(jit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(jit)
     def compile_step(*arguments: Any, **options: Any) -> Any:

@@ -6,12 +6,14 @@ Statistics that a forward pass has changed, such as those of batch normalization
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from watchstep.jax.compiled_steps import plain_jit
 from watchstep.jax.device_rows import finite, is_measurable
 from watchstep.jax.traced_updates import TracedUpdate
 
@@ -32,23 +34,62 @@ def withheld_if_nonfinite(update: TracedUpdate, state: Any, result: Any) -> tupl
         ValueError: the state has another structure after the update.
     """
     updates, after = result
-    if update.withheld is None:
-        leaves = [jnp.asarray(leaf) for leaf in jax.tree_util.tree_leaves(update.gradients)]
-        is_finite = finite([leaf for leaf in leaves if is_measurable(leaf.dtype)])
-        is_kept = is_finite if update.skipped is None else is_finite | update.skipped
-    else:
-        is_kept = jnp.logical_not(update.withheld)
-    updates = jax.tree_util.tree_map(lambda leaf: jnp.where(is_kept, leaf, jnp.zeros_like(leaf)), updates)
-    after = jax.tree_util.tree_map(lambda new, old: _selected(is_kept, new, old), after, state)
-    withheld = jnp.logical_not(is_kept)
-    # Accumulation does not go on either, so that the step has no other mark.
-    emitted = None if update.emitted is None else update.emitted | withheld
+    gradients = [jnp.asarray(leaf) for leaf in jax.tree_util.tree_leaves(update.gradients)]
+    made, structure = jax.tree_util.tree_flatten(updates)
+    # Of the state, what is no array of one shape stays as the optimizer returned it.
+    new, new_structure = jax.tree_util.tree_flatten(after)
+    old = new_structure.flatten_up_to(state)
+    places = [place for place, pair in enumerate(zip(new, old, strict=True)) if _are_alike(*pair)]
+    inputs = (
+        [leaf for leaf in gradients if is_measurable(leaf.dtype)] if update.withheld is None else [],
+        (update.withheld, update.skipped, update.emitted),
+        made,
+        [new[place] for place in places],
+        [old[place] for place in places],
+    )
+    select = _select if any(map(_is_traced, jax.tree_util.tree_leaves(inputs))) else _compiled()
+    withheld, emitted, made, selected = select(*inputs)
+    for place, leaf in zip(places, selected, strict=True):
+        new[place] = leaf
+    updates, after = structure.unflatten(made), new_structure.unflatten(new)
     return replace(update, withheld=withheld, emitted=emitted), (updates, after)
 
 
+def _select(
+    gradients: list[Any], marks: tuple[Any, Any, Any], updates: list[Any], new: list[Any], old: list[Any]
+) -> tuple[Any, Any, list[Any], list[Any]]:
+    """Return whether an update is withheld and whether it is one, with the updates and the parts of the state that are selected."""
+    withheld, skipped, emitted = marks
+    if withheld is None:
+        is_finite = finite(gradients)
+        is_kept = is_finite if skipped is None else is_finite | skipped
+    else:
+        is_kept = jnp.logical_not(withheld)
+    withheld = jnp.logical_not(is_kept)
+    return (
+        withheld,
+        # Accumulation does not go on either, so that the step has no other mark.
+        None if emitted is None else emitted | withheld,
+        [jnp.where(is_kept, leaf, jnp.zeros_like(leaf)) for leaf in updates],
+        [_selected(is_kept, *pair) for pair in zip(new, old, strict=True)],
+    )
+
+
+@functools.cache
+def _compiled() -> Any:
+    """Return `_select` compiled: outside of traces each ``cond`` in it would be compiled at each update, and each of its operations dispatched."""
+    return plain_jit()(_select)
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
+
+
+def _are_alike(new: Any, old: Any) -> bool:
+    return hasattr(new, "dtype") and hasattr(old, "dtype") and bool(new.shape == old.shape)
+
+
 def _selected(is_kept: Any, new: Any, old: Any) -> Any:
-    """Return the new value of a part of the state, or the old one; the new one if they are not arrays of one shape."""
-    if not (hasattr(new, "dtype") and hasattr(old, "dtype")) or new.shape != old.shape:
-        return new
+    """Return the new value of a part of the state, or the old one."""
     selected = jnp.where(is_kept, new, old)
     return selected if selected.dtype == new.dtype else selected.astype(new.dtype)

@@ -293,6 +293,48 @@ def test_donated_models_are_known_by_what_the_step_computes(tmp_path: Path, kind
     same(loaded, expected)
 
 
+def test_a_whole_number_that_went_through_a_float_is_lost(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, on_nonfinite="skip", config=CaptureConfig(overhead_budget=None))
+    Recording(hook)
+    optimizer = optax.sgd(0.1)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(weight: Any, state: Any, counts: Any, batch: Any) -> Any:
+        updates, state = optimizer.update(jax.grad(lambda weight: (weight * batch).sum())(weight), state)
+        return optax.apply_updates(weight, updates), state, counts.astype(jnp.float32).astype(jnp.int32)
+
+    weight = jnp.ones(3)
+    state = optimizer.init(weight)
+    counts = jnp.arange(2**24, 2**24 + 2**18, dtype=jnp.int32)  # more than is copied
+    for number in range(5):
+        batch = np.full(3, np.nan if number == 3 else 1, np.float32)
+        weight, state, counts = step(weight, state, counts, batch)
+    hook.close()
+    assert [each.path for each in gate_bundle(hook).document.lost] == ["arguments/arguments[2]"]
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_an_optimizer_outside_of_compiled_functions_is_compiled_once(
+    policy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = Hook(tmp_path, on_nonfinite=policy)
+    Recording(hook)
+    optimizer = optax.adam(0.1)
+    gradient = jax.jit(jax.grad(lambda weights, x: sum((w * x).sum() ** 2 for w in weights)))
+    weights = [jnp.ones(size) for size in (1, 2, 3)]
+    state = optimizer.init(weights)
+    compiled = []
+    with jax.log_compiles():
+        for _ in range(6):
+            caplog.clear()
+            updates, state = optimizer.update(gradient(weights, 0.5), state, weights)
+            weights = optax.apply_updates(weights, updates)
+            compiled.append(sum("Compiling" in record.getMessage() for record in caplog.records))
+    hook.close()
+    assert compiled[2:] == [0, 0, 0, 0]
+    assert not hook.health["faults"]
+
+
 def test_parameters_that_a_part_of_an_optimizer_has_changed_are_lost(tmp_path: Path) -> None:
     hook = Hook(tmp_path, on_nonfinite="stop", config=CaptureConfig(overhead_budget=None))
     Recording(hook)

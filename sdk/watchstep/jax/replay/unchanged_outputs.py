@@ -163,6 +163,11 @@ def _common(values: Sequence[_Value]) -> _Value:
 
 def _holds(dtype: Any, other: Any) -> bool:
     """Return whether a dtype has each value of another."""
+    if jnp.issubdtype(dtype, jnp.inexact) and jnp.issubdtype(other, jnp.integer):
+        # `jnp.promote_types` makes float32 of int32 and float32, which has no more than 24 bits of a whole number.
+        return bool(
+            jnp.finfo(dtype).nmant + 1 >= jnp.iinfo(other).bits - jnp.issubdtype(other, jnp.signedinteger)
+        )
     return bool(dtype == other or (dtype != np.bool_ and jnp.promote_types(dtype, other) == dtype))
 
 
