@@ -146,6 +146,9 @@ SOURCES: dict[str, dict[str, str]] = {
     "missing_zero_grad": {
         "records": "ours: two or three steps with one gradient may be intentional",
     },
+    "training_hangs": {
+        "seconds": "ours: an evaluation or a checkpoint moves; a single call of this length seldom returns",
+    },
     "recompute_mismatch": {
         "difference": "ours: ten times the resolution of bfloat16; other dropout masks differ by about 1",
         "records": "ours: a single difference may be an accident of a device",

@@ -86,6 +86,7 @@ from watchstep_rules.builtin.system.low_gpu_utilization import LowGpuUtilization
 from watchstep_rules.builtin.system.memory_growth import GpuMemoryIncrease, MemoryGrowth
 from watchstep_rules.builtin.system.stalled_training import StalledTraining
 from watchstep_rules.builtin.system.step_outlier import StepOutlier
+from watchstep_rules.builtin.system.training_hangs import TrainingHangs
 from watchstep_rules.builtin.tensors.all_zero import AllZero
 from watchstep_rules.builtin.tensors.similar_across_runs import SimilarAcrossRuns
 from watchstep_rules.builtin.tensors.tensor_variance import TensorVariance
@@ -122,6 +123,7 @@ RULES: dict[str, AnyRule] = {
         WeightNotUpdating(),
         ClassImbalance(),
         StalledTraining(),
+        TrainingHangs(),
         StarvedExpert(),
         AllZero(),
         UnchangedTensor(),

@@ -34,6 +34,7 @@ from watchstep.capture.shutdown import ending
 from watchstep.capture.shutdown.ending import Ending
 from watchstep.capture.steps.recorder import Guarding, Recorder, StepGuard
 from watchstep.capture.steps.session import Session, apply_control, start_sampling
+from watchstep.capture.steps.stalls import StallWatch, StepProgress
 from watchstep.capture.stop import ControlReader, StopExchange
 from watchstep.capture.tensorboard import TensorBoardSink
 from watchstep.capture.upload.access import UploadTarget
@@ -414,6 +415,15 @@ class Hook:
                 )
         if session.schedule.budget is not None and self.config.clock is time.perf_counter:
             writer.report_cost(session.schedule.budget.written)
+        if (seconds := self.config.bounds.stall_seconds) > 0:
+            recorder = session.recorder
+            writer.watch_stalls(
+                StallWatch(
+                    lambda: StepProgress(recorder.step, recorder.last_finished, recorder.thread),
+                    self._health,
+                    seconds,
+                )
+            )
         samples = SampleUpload(target, self.config.bounds, self._health)
         session.samples.open_ring, session.samples.request_upload = samples.ring, samples.request
         writer.pass_store(samples.open)

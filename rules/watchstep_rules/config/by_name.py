@@ -87,6 +87,7 @@ from watchstep_rules.builtin.system.low_gpu_utilization import LowGpuUtilization
 from watchstep_rules.builtin.system.memory_growth import GpuMemoryIncreaseParams, MemoryGrowthParams
 from watchstep_rules.builtin.system.stalled_training import StalledTrainingParams
 from watchstep_rules.builtin.system.step_outlier import StepOutlierParams
+from watchstep_rules.builtin.system.training_hangs import TrainingHangsParams
 from watchstep_rules.builtin.tensors.all_zero import AllZeroParams
 from watchstep_rules.builtin.tensors.similar_across_runs import SimilarAcrossRunsParams
 from watchstep_rules.builtin.tensors.tensor_variance import TensorVarianceParams
@@ -201,6 +202,7 @@ step_outlier = attachable("step_outlier", StepOutlierParams)
 symmetric_units = attachable("symmetric_units", SymmetricUnitsParams)
 tensor_variance = attachable("tensor_variance", TensorVarianceParams)
 token_ratio = attachable("token_ratio", TokenRatioParams)
+training_hangs = attachable("training_hangs", TrainingHangsParams)
 tree_depth = attachable("tree_depth", TreeDepthParams)
 unchanged_tensor = attachable("unchanged_tensor", UnchangedTensorParams)
 unlike_earlier_runs = attachable("unlike_earlier_runs", UnlikeEarlierRunsParams)
@@ -292,6 +294,7 @@ __all__ = [
     "symmetric_units",
     "tensor_variance",
     "token_ratio",
+    "training_hangs",
     "tree_depth",
     "unchanged_tensor",
     "unlike_earlier_runs",

@@ -475,6 +475,7 @@ class Bounds:
             less than the time after which the service ends the job.
         sample_bytes: size on disk of the ids of the samples that the last steps were trained on; 0 records none.
         sample_steps: number of steps whose samples are recorded.
+        stall_seconds: least time without the end of a step after which a training thread that does not move is reported; 0 never reports it.
     """
 
     queue_bytes: int = 64 * 1024 * 1024
@@ -488,6 +489,7 @@ class Bounds:
     checkpoint_seconds: float = 20.0
     sample_bytes: int = 4 * 1024 * 1024
     sample_steps: int = 512
+    stall_seconds: float = 120.0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, cast
 from watchstep.capture.config import Bounds
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.node.member import Member
-from watchstep.capture.steps.record import BoundedQueue, FinishedStep, Group, Record
+from watchstep.capture.steps.metric_names import STALLED
+from watchstep.capture.steps.record import BoundedQueue, FinishedStep, Group, Record, scalar_info
+from watchstep.capture.steps.stalls import StallWatch
 from watchstep.capture.stop import ControlReader
 from watchstep.capture.tensorboard import TensorBoardSink
 from watchstep.capture.tensors.snapshots import SnapshotWriter
@@ -96,6 +98,8 @@ class Writer:
         self._tensorboard: TensorBoardSink | None = None
         self._mirror: RunMirror | None = None
         self._opened: Callable[[Store, str], None] | None = None
+        self._stalls: StallWatch | None = None
+        self._stalled: list[Record] = []
         self._last_step = -1
         self._end_follows = False
         self._end: documents.EndDocument | None = None
@@ -136,6 +140,10 @@ class Writer:
     def pass_store(self, opened: Callable[[Store, str], None]) -> None:
         """Pass the run's store and the claimed attempt to a function, at each turn from the claim on. Called before `start`."""
         self._opened = opened
+
+    def watch_stalls(self, stalls: StallWatch) -> None:
+        """Look for a training thread that does not move, and write when it does not. Called before `start`."""
+        self._stalls = stalls
 
     def report_cost(self, report: Callable[[float], None]) -> None:
         """Set a callback for the processor seconds of each turn."""
@@ -216,6 +224,7 @@ class Writer:
             if time.monotonic() >= until:
                 break
             began = time.thread_time()
+            self._look_for_stall()
             try:
                 with self._filling:
                     taken = self._take_in(_STEPS_AT_ONCE)
@@ -229,6 +238,17 @@ class Writer:
             if self._cost is not None:
                 self._cost(time.thread_time() - began)
         self._queue.wake.clear()
+
+    def _look_for_stall(self) -> None:
+        stall = None if self._stalls is None else self._stalls.look()
+        if stall is not None:
+            info = scalar_info(f"{STALLED}@{stall.place}")
+            statistics = Completed(scalars([stall.seconds]))
+            worker = self._target.identity.worker
+            self._stalled.append(
+                Record(stall.step, "train", worker, time.time_ns(), Group.of((info,)), statistics)
+            )
+            self._queue.press()
 
     def _interval(self, age: float) -> float:
         """Return the flush interval: short in the first minute, then longer with the number of writers.
@@ -322,6 +342,10 @@ class Writer:
         At the end, the last step is kept back until the objects are written. If the last step was written before the end began, the
         rows have a step of their own.
         """
+        if self._stalled and self._queue.is_empty:
+            # The rows of the step that does not end may follow in a later segment, as those of a step that is handed over unfinished.
+            stalled, self._stalled = self._stalled, []
+            return FinishedStep(max(record.step for record in stalled), tuple(stalled[-1:]))
         is_waiting = self._end_follows and not self._snapshots.settled
         item = self._queue.take(keep=1 if is_waiting else 0)
         if item is None and not (self._closing.is_set() and not is_waiting and self._snapshots.has_saved):

@@ -245,6 +245,7 @@ EXACT = {
     "recompute_mismatch",
     "optimizer_not_stepping",
     "resume_mismatch",
+    "training_hangs",
 }
 """They compare bits, or count what the program reports."""
 

@@ -285,6 +285,10 @@ BOUNDS = Section(
         "checkpoint_seconds": Field(_SECONDS, "Time limit of a stop for waiting for a checkpoint."),
         "sample_bytes": Field(Size(), "Size on disk of the ids of the samples of the last steps. 0: none."),
         "sample_steps": Field(Whole(), "Number of steps whose samples are recorded."),
+        "stall_seconds": Field(
+            _SECONDS,
+            "Least time without the end of a step after which a thread that does not move is reported. 0: never.",
+        ),
     },
 )
 

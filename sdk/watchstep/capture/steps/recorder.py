@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -232,6 +233,8 @@ class Recorder:
         """Whether the rows of recent steps are written with those of the current step. Set on any thread."""
         self.last_recorded: int | None = None
         """The step after which nothing is recorded, because it is computed again; None without one."""
+        self.thread = 0
+        """Id of the thread that ended the last step; 0 before the first one."""
         self._updates = 0
         self._queue = queue
         self._health = health
@@ -470,6 +473,7 @@ class Recorder:
         if self.samples is not None:
             self.samples.finished(self.step)
         self._finished = True
+        self.thread = threading.get_ident()
         if self.tracing is not None:
             self.tracing.finished(self.step)
         self._scalars.update_done()
