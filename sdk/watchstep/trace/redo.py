@@ -575,7 +575,7 @@ def _came_in(diagnosis: Diagnosis) -> bool:
 def _sample(batches: Sequence[_YieldedBatch], trace: Trace, diagnosis: Diagnosis) -> str:
     """Return which sample had the first NaN or infinity, with a separator; empty if that is not known.
 
-    The first bad tensor has a row for each sample of its batch, and every batch has one loss.
+    The first bad tensor has a row for each sample of its batch, of which most are finite, and every batch has one loss.
     """
     origin = diagnosis.first
     if origin is None or origin.tensor is None or origin.tensor.health is None:
@@ -586,7 +586,10 @@ def _sample(batches: Sequence[_YieldedBatch], trace: Trace, diagnosis: Diagnosis
         number = 0
     elif len(trace.losses) != len(batches) or not 0 <= number < len(batches):
         return ""
-    ids, shape, place = batches[number].sample_ids, origin.tensor.shape, origin.tensor.health.first_bad
+    health = origin.tensor.health
+    if 2 * (health.nan + health.infinite) > health.elements:
+        return ""  # no sample of its own
+    ids, shape, place = batches[number].sample_ids, origin.tensor.shape, health.first_bad
     if not ids or not place or not shape or shape[0] != len(ids) or len(ids) == 1:
         return ""
     return f"; sample {str(ids[place[0]])[:_MOST_CHARACTERS]} (row {place[0]} of its batch)"
