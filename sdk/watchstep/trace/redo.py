@@ -141,7 +141,6 @@ class _Again:
         seen: passes since the last of them.
         matched: those of them that have come again.
         ahead: passes before the first of these.
-        is_aligned: whether batches that were fetched ahead have been completed to a step.
         given: whether the model was given arguments that the program did not pass.
         notes: what could not be restored.
         first: losses of the first time that it was computed again, if they were finite.
@@ -157,7 +156,6 @@ class _Again:
     seen: int = 0
     matched: int = 0
     ahead: int = 0
-    is_aligned: bool = False
     given: bool = False
     notes: list[str] = field(default_factory=list)
     first: list[Tensor] | None = None
@@ -457,7 +455,7 @@ class StepRedo:
             return f"it is finite when it is computed again, but not all of it was restored: {unknown or 'the model was not called'}"
         if again.first is None:
             again.first = [each.clone() for each in losses_now]
-            again.updates, again.is_aligned = 0, False
+            again.updates = 0
             return None
         if not _are_equal(losses_now, again.first):
             return "it is finite when it is computed again, with other losses each time: it depends on what was not restored"
@@ -514,13 +512,14 @@ class StepRedo:
             again.passes[0].put_back()
 
     def _yield_batches(self, again: _Again) -> None:
-        """Let data loaders yield the batches again at the start, and anew if those that were fetched ahead had parted the step."""
+        """Let data loaders yield the batches again, and anew once all were fetched and the step has not come.
+
+        Batches that were fetched ahead may be micro-batches of one step with the first ones. Then as many come before as complete that step.
+        """
+        if again.updates and loader_batches.yields_again():
+            return
         batches = again.since.batches
-        if again.updates:
-            if again.is_aligned or not 0 < again.ahead < len(batches) or len(batches) != len(again.passes):
-                return
-            again.is_aligned = True
-            # As many batches as complete the step that those fetched ahead begin.
+        if 0 < again.ahead < len(batches) == len(again.passes):
             batches = [batches[0]] * (len(batches) - again.ahead) + batches
         waiting: dict[int | None, deque[loader_batches.RepeatedBatch]] = {}
         for each in batches:

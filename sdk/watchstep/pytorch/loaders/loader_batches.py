@@ -166,6 +166,11 @@ def yield_again(batches: Mapping[int | None, deque[RepeatedBatch]]) -> None:
     _repeated.update(batches)
 
 
+def yields_again() -> bool:
+    """Return whether batches of `yield_again` have not been fetched yet."""
+    return any(_repeated.values())
+
+
 def underlying_ids(dataset: Any, sample_ids: Sequence[Any]) -> Sequence[Any]:
     """Return the indices in the dataset below a `Subset`, also of subsets of subsets; other ids unchanged.
 
