@@ -14,7 +14,7 @@ from watchstep_services.cli.commands import COMMANDS, RULES, RUNS, CommandEntry,
 from watchstep_services.cli.main import app, load
 
 WITHOUT_JSON = {
-    "starts a process": ("api", "run", "scheduler", "serve", "worker"),
+    "starts a process": ("api", "explain", "run", "scheduler", "serve", "worker"),
     "changes something, and reports it in one line": (
         "attach", "backends add", "backends remove", "projects archive", "projects create", "projects remove-capture",
         "projects set-capture", "receivers test", "rules allow-stop", "rules revoke-stop", "runs acknowledge", "runs allow-restart", "runs cadence", "runs delete", "runs hold", "runs release",
