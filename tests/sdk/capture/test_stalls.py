@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -155,6 +156,22 @@ def test_a_thread_that_sleeps_or_waits_for_a_person_is_not_reported() -> None:
         watched.train(thread)
         assert watched.wait(1000) == []
         lock.release()
+
+
+def test_a_thread_that_serves_once_its_training_has_ended_is_not_reported() -> None:
+    loop, begun = asyncio.new_event_loop(), threading.Event()
+
+    def work() -> None:
+        loop.call_soon(begun.set)
+        loop.run_forever()
+
+    watched = Watched()
+    with running(work) as thread:
+        begun.wait()
+        watched.train(thread)
+        assert watched.wait(1000) == []
+        loop.call_soon_threadsafe(loop.stop)
+    loop.close()
 
 
 def test_time_in_which_the_process_does_not_run_does_not_count() -> None:

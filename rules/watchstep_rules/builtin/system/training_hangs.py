@@ -57,6 +57,7 @@ class TrainingHangs(Rule[TrainingHangsParams, TrainingHangsState]):
     )
     cannot_distinguish = (
         "A single call that takes minutes and returns, such as an upload of a checkpoint, from one that never returns.",
+        "A program that waits for new data in a call of its own, such as one that learns from requests, from one whose data never come.",
     )
 
     def evaluate(

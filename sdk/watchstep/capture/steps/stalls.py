@@ -4,7 +4,7 @@ No step has ended for much longer than usual, and the training thread does not m
 evaluation, a checkpoint that is written in parts, a compilation in Python or a data set that is prepared moves. The looks cost the training thread nothing.
 
 **Not judged:** the time before `_FIRST_STEPS` steps have ended; time in which the process did not run, such as after SIGSTOP or on a sleeping laptop; a thread in a debugger, at a
-prompt, in a sleep or a child process that the program waits for, or in a compiler.
+prompt, in a sleep, a compiler or a loop that waits for requests, or one that waits for a child process.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ _DEBUGGERS = frozenset(
     {"pdb", "bdb", "code", "codeop", "IPython", "ipykernel", "debugpy", "pydevd", "subprocess"}
 )
 """Modules with a thread that waits for a person or for another program."""
+
+_LOOPS, _LOOP_FRAMES = frozenset({"asyncio", "socketserver", "ray", "tornado", "uvloop"}), 3
+"""Modules of loops in which a thread waits for requests once a training has ended, and the number of innermost calls in which they show."""
 
 _COMPILERS = re.compile(r"(jax|jaxlib|torch\._dynamo|torch\._inductor|triton|tensorflow|keras)(\.|$)")
 _WAITS = re.compile(r"\b(sleep|input|breakpoint|getpass)\s*\(")
@@ -192,13 +195,14 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _may_take_any_time(frame: FrameType) -> bool:
-    """Return whether a thread waits for a person, a child process, a sleep or a compiler."""
+    """Return whether a thread waits for a person, a request, a child process, a sleep or a compiler."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     if _WAITS.search(line):
         return True
-    for each in _frames(frame):
+    for depth, each in enumerate(_frames(frame)):
         module = str(each.f_globals.get("__name__", ""))
-        if module.partition(".")[0] in _DEBUGGERS:
+        package = module.partition(".")[0]
+        if package in _DEBUGGERS or (package in _LOOPS and depth < _LOOP_FRAMES):
             return True
         if "compile" in each.f_code.co_name and _COMPILERS.match(module):
             return True
