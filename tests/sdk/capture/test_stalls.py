@@ -112,6 +112,17 @@ def test_steps_that_are_usually_long_are_waited_for() -> None:
         assert len(watched.wait(40)) == 1
 
 
+def test_a_call_that_ends_many_steps_together_is_waited_for_again() -> None:
+    watched = Watched()
+    with waiting() as thread:
+        watched.progress = StepProgress(0, -1, thread)
+        for _ in range(5):  # a scan over a hundred steps, which takes five minutes
+            assert watched.wait(300) == []
+            watched.progress = StepProgress(watched.progress.step + 100, watched.progress.step + 99, thread)
+        assert watched.wait(450) == []
+        assert len(watched.wait(60)) == 1
+
+
 def test_a_thread_that_moves_is_not_reported() -> None:
     watched = Watched()
     gates, ends = [threading.Semaphore(0), threading.Semaphore(0)], threading.Event()

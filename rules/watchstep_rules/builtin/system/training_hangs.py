@@ -33,7 +33,7 @@ class TrainingHangsState(State):
 class TrainingHangs(Rule[TrainingHangsParams, TrainingHangsState]):
     """Fires when no step ends on any rank, and the training threads of all ranks do not move.
 
-    The recorder of a rank reports a stall when no step has ended for ``max(stall_seconds, 30 * usual)`` seconds, where usual is the median of the time of recent steps, and the
+    The recorder of a rank reports a stall when no step has ended for ``max(stall_seconds, 30 * usual, 1.5 * longest)`` seconds, where usual is the median of the time of recent steps and longest the longest time at one place before, and the
     stack of the training thread was the same, instruction by instruction, at five or more looks over a third of that time (`watchstep.capture.steps.stalls`). A rank that moves,
     such as one that evaluates while the others wait for it in a barrier, keeps this rule silent: all ranks with rows must report, at one step, at least ``seconds``.
 

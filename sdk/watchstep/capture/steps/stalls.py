@@ -14,6 +14,7 @@ import re
 import statistics
 import sys
 import sysconfig
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ from watchstep.capture.health import RecorderHealth
 
 _USUAL_STEPS = 30.0
 """Multiple of the usual time of a step: below it, a step is slow, and does not hang."""
+
+_USUAL_STILL = 1.5
+"""Multiple of the longest time for which the thread was at one place before: a dispatch of many steps at once, such as a scan, ends them together after a long call."""
 
 _FIRST_STEPS = 3
 _LOOKS = 5
@@ -115,7 +119,7 @@ class StallWatch:
         self._first = self._last = progress().finished
         self._ended = self._looked = clock()
         self._stack: _Stack = ()
-        self._still_since, self._looks = 0.0, 0
+        self._still_since, self._looks, self._longest = clock(), 0, 0.0
         self._stall: Stall | None = None
         self._recorded = 0.0
 
@@ -139,26 +143,26 @@ class StallWatch:
 
     def _look(self, now: float, since: float) -> Stall | None:
         progress = self._progress()
-        if progress.finished != self._last:
+        thread = progress.thread or threading.main_thread().ident
+        frame = sys._current_frames().get(thread or 0)  # noqa: SLF001 - the documented way to the frames of threads
+        is_paused = since > max(_LEAST_PAUSED, self._seconds * _PAUSED)
+        has_ended = progress.finished != self._last
+        is_still = frame is not None and self._is_still(frame, now, has_ended=has_ended, is_paused=is_paused)
+        if has_ended:
             if self._last >= self._first:
                 self._usual.append((now - self._ended) / max(1, progress.finished - self._last))
-            self._last, self._ended, self._stack = progress.finished, now, ()
+            self._last, self._ended = progress.finished, now
             if self._stall is not None:
                 self._stall = None
                 self._health.withdraw("stall")
-            return None
-        if since > max(_LEAST_PAUSED, self._seconds * _PAUSED):
+        if is_paused:
             self._ended += since
-            self._stack = ()
-        if progress.finished - self._first < _FIRST_STEPS or not progress.thread:
+        if frame is None or not is_still or progress.finished - self._first < _FIRST_STEPS or not self._usual:
             return None
         silent = now - self._ended
-        limit = max(self._seconds, _USUAL_STEPS * statistics.median(self._usual))
-        if silent < (1 - _SPREAD) * limit - 2 * self.interval:
-            return None
-        frame = sys._current_frames().get(progress.thread)  # noqa: SLF001 - the documented way to the frames of threads
-        if frame is None or not self._is_still(frame, now):
-            return None
+        limit = max(
+            self._seconds, _USUAL_STEPS * statistics.median(self._usual), _USUAL_STILL * self._longest
+        )
         if silent < limit or now - self._still_since < _SPREAD * limit or self._looks < _LOOKS:
             return None
         if self._stall is not None and now - self._recorded < _REPEATED_SECONDS:
@@ -169,12 +173,15 @@ class StallWatch:
         self._stall = Stall(progress.step, silent, _place(frame))
         return self._stall
 
-    def _is_still(self, frame: FrameType, now: float) -> bool:
+    def _is_still(self, frame: FrameType, now: float, *, has_ended: bool, is_paused: bool) -> bool:
         """Return whether the thread is where it was at the last look, and waits for nothing that may take any time."""
         stack = tuple((each.f_code, each.f_lasti) for each in _frames(frame))
-        if stack != self._stack or _may_take_any_time(frame):
+        takes_any_time = _may_take_any_time(frame)
+        if has_ended or is_paused or takes_any_time or stack != self._stack:
+            if self._looks > 1 and not is_paused:
+                self._longest = max(self._longest, now - self._still_since)
             self._stack, self._still_since, self._looks = stack, now, 0
-        self._looks += 1
+        self._looks = 0 if takes_any_time else self._looks + 1
         return self._looks > 1
 
     def _report(self, last: int, silent: float, frame: FrameType) -> None:
