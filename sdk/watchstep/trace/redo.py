@@ -324,11 +324,11 @@ class StepRedo:
         if since.is_dropped or any(each.is_dropped for each in self._passes()):
             return "its micro-batches exceed Bundles.reference_bytes, or are in the shared memory of loader workers"
         if any(_is_changed(each.versions, each.batch) for each in since.batches):
-            return "its batch was changed in place"
+            return "the program has changed its batch, or replaced entries of it"
         if any(
             _is_changed(each.argument_versions, (each.arguments, each.keywords)) for each in self._passes()
         ):
-            return "the arguments of the model were changed in place"
+            return "the program has changed the arguments of the model, or replaced entries of them"
         if not (since.batches or since.losses or self._passes()):
             return "nothing of it was observed: the recording began at its update"
         return ""
@@ -599,7 +599,7 @@ def _tensors_of(arguments: tuple[Any, ...] | None, keywords: Mapping[str, Any] |
 
 
 def _is_changed(versions: TensorVersions, value: Any) -> bool:
-    return any(map(versions.is_changed, Contents.of(value).tensors))
+    return any(map(versions.is_changed, Contents.of(value).tensors)) or not versions.are_of(value)
 
 
 def _are_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:

@@ -296,7 +296,9 @@ def test_a_batch_that_the_program_changes_is_not_given_again(tmp_path: Path) -> 
             (model(x) - y.log_()).square().mean().backward()
             optimizer.step()
 
-    assert "it was not computed again: its batch was changed in place" in reason_of(train(tmp_path, program))
+    assert "it was not computed again: the program has changed its batch" in reason_of(
+        train(tmp_path, program)
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "LBFGS"])

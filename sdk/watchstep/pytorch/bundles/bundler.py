@@ -307,16 +307,25 @@ class _BundleContent:
             self._lose(path, "the micro-batches of the step exceed Bundles.reference_bytes")
         elif batch.has_batch:
             self._noted.versions = batch.batch_versions
-            data["batch"] = encoder.encode(batch.batch, f"{path}/batch")
+            data["batch"] = self._input(
+                batch.batch, f"{path}/batch", batch.batch_versions.are_of(batch.batch)
+            )
         # The arguments of the model are the batch, or computed from it.
         if encoder.is_redacted(f"{path}/batch"):
             data |= {"arguments": {"redacted": "with the batch"}, "keywords": {"redacted": "with the batch"}}
         elif batch.arguments is not None:
             self._noted.versions = batch.argument_versions
-            data["arguments"] = encoder.encode(batch.arguments, f"{path}/arguments")
-            data["keywords"] = encoder.encode(dict(batch.keywords or {}), f"{path}/keywords")
+            is_same = batch.argument_versions.are_of(batch.arguments, batch.keywords)
+            data["arguments"] = self._input(batch.arguments, f"{path}/arguments", is_same)
+            data["keywords"] = self._input(dict(batch.keywords or {}), f"{path}/keywords", is_same)
         self._noted.versions = None
         return data
+
+    def _input(self, value: Any, path: str, is_same: bool) -> Any:
+        """Encode an input of a pass. It is lost if the program has replaced entries of its containers since."""
+        if is_same:
+            return self._encoder.encode(value, path)
+        return self._encoder.lose(value, path, "the program has replaced, added or removed entries of it")
 
     def _loader(self) -> dict[str, Any] | None:
         if self._inputs.loader is None:

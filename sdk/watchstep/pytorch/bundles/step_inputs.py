@@ -192,6 +192,20 @@ class TensorVersions:
         self.shared |= other.shared
         self._noted += other._noted
 
+    def are_of(self, *values: Any) -> bool:
+        """Return whether values have the tensors that were noted, or equal copies of them, and no others. Waits for devices if there are copies.
+
+        A program may replace, add or remove entries of a container. Some containers replace theirs when they are moved to a device. True if not all of
+        the values is known.
+        """
+        contents = Contents.of(*values)
+        if not (self.is_complete and contents.is_complete):
+            return True
+        noted = [tensor for tensors, _ in self._noted for tensor in tensors]
+        if {id(tensor) for tensor in contents.tensors} == {id(tensor) for tensor in noted}:
+            return True
+        return len(noted) == len(contents.tensors) and all(map(_is_copy, contents.tensors, noted))
+
     def is_changed(self, tensor: Tensor) -> bool:
         """Return whether a tensor was changed in place since its version was noted. False for one that was not noted."""
         for tensors, versions in self._noted:
@@ -503,6 +517,17 @@ class StepInputs:
             if not is_kept:
                 batch.drop()
                 size = self._config.reference_bytes + 1
+
+
+@torch.no_grad()
+def _is_copy(tensor: Tensor, original: Tensor) -> bool:
+    """Return whether a tensor has the values of another one; NaN equals NaN."""
+    if tensor is original:
+        return True
+    if (tensor.shape, tensor.dtype) != (original.shape, original.dtype):
+        return False
+    moved = tensor.detach().to(original.device)
+    return bool(((moved == original) | ((moved != moved) & (original != original))).all())  # noqa: PLR0124 - true for NaN, of any dtype
 
 
 def _counted(model: nn.Module) -> list[nn.Parameter]:

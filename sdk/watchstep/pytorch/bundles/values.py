@@ -133,13 +133,13 @@ class ValueEncoder:
         if self._redact and self.is_redacted(path):
             return {"redacted": _described(value)}
         if depth > MAX_DEPTH:
-            return self._lose(value, path, "it is nested too deeply")
+            return self.lose(value, path, "it is nested too deeply")
         try:
             return self._encoded(value, path, depth)
         except Exception as error:  # a value of the program may do anything
             if is_of_program(error):
                 raise
-            return self._lose(value, path, f"{type(error).__name__}: {error}"[:200])
+            return self.lose(value, path, f"{type(error).__name__}: {error}"[:200])
 
     def _encoded(self, value: Any, path: str, depth: int) -> Any:
         if value is None or isinstance(value, bool):
@@ -166,7 +166,7 @@ class ValueEncoder:
         for kind, word in ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "set")):
             if isinstance(value, kind):
                 return self._sequence(kind, word, value, path, depth)
-        return self._lose(value, path, "values of this type are not stored")
+        return self.lose(value, path, "values of this type are not stored")
 
     def _dictionary(self, value: dict[Any, Any], path: str, depth: int) -> dict[str, Any]:
         """Encode a dictionary without a call of the methods of its class, which may load or compute what they return."""
@@ -197,7 +197,7 @@ class ValueEncoder:
         return self._number + values <= MAX_VALUES
 
     def _lose_large(self, value: Any, path: str) -> dict[str, Any]:
-        return self._lose(value, path, f"it has too many values; a bundle has at most {MAX_VALUES}")
+        return self.lose(value, path, f"it has too many values; a bundle has at most {MAX_VALUES}")
 
     def _plain(self, value: Any, path: str) -> Any:
         if isinstance(value, float):
@@ -205,7 +205,7 @@ class ValueEncoder:
         if isinstance(value, int):
             return value if abs(value) < _EXACT_INTEGERS else {"int": str(value)}
         if len(value) > _MAX_TEXT:
-            return self._lose(value, path, f"it is longer than {_MAX_TEXT}")
+            return self.lose(value, path, f"it is longer than {_MAX_TEXT}")
         if isinstance(value, bytes):
             return {"bytes": base64.b64encode(value).decode()}
         value.encode()  # JSON has no lone surrogates
@@ -213,17 +213,17 @@ class ValueEncoder:
 
     def _tensor(self, tensor: Tensor, path: str) -> Any:
         if tensor.is_meta or tensor.is_nested:
-            return self._lose(tensor, path, "nested and meta tensors are not stored")
+            return self.lose(tensor, path, "nested and meta tensors are not stored")
         if self._is_changed(tensor):
-            return self._lose(tensor, path, "it was changed in place after it was yielded, given or read")
+            return self.lose(tensor, path, "it was changed in place after it was yielded, given or read")
         local, part = shard_of(tensor)
         if local is None or part is not None:
-            return self._lose(tensor, path, "it is a shard of a larger tensor, or has no values")
+            return self.lose(tensor, path, "it is a shard of a larger tensor, or has no values")
         if not has_all_memory(local):
-            return self._lose(tensor, path, "the program has freed its memory")
+            return self.lose(tensor, path, "the program has freed its memory")
         dtype = FORMAT_NAMES.get(local.dtype)
         if local.layout is not torch.strided or dtype is None or local.is_quantized:
-            return self._lose(
+            return self.lose(
                 tensor, path, f"tensors with layout {local.layout} and {local.dtype} are not stored"
             )
         name = self._referenced(tensor, dtype, local.detach())
@@ -232,7 +232,7 @@ class ValueEncoder:
     def _array(self, array: NDArray[Any], value: Any, path: str) -> Any:
         dtype = _NUMPY_NAMES.get(array.dtype.newbyteorder("<") if array.dtype.itemsize > 1 else array.dtype)
         if dtype is None:
-            return self._lose(value, path, f"arrays of {array.dtype} are not stored")
+            return self.lose(value, path, f"arrays of {array.dtype} are not stored")
         return {"array": self._referenced(value, dtype, array)}
 
     def _referenced(self, original: Any, dtype: str, values: Tensor | NDArray[Any]) -> str:
@@ -244,7 +244,8 @@ class ValueEncoder:
             self.tensors.append(ReferencedTensor(name, dtype, values))
         return name
 
-    def _lose(self, value: Any, path: str, reason: str) -> dict[str, Any]:
+    def lose(self, value: Any, path: str, reason: str) -> dict[str, Any]:
+        """Return what stands for a value that is lost, and note it in `lost`."""
         if len(self.lost) < _MAX_LOST:
             self.lost.append(LostValue(path, reason))
         return {"lost": reason, "type": type(value).__name__}
