@@ -221,8 +221,7 @@ class Trainings:
         if watch is None:
             return []
         following._recorder.adopt_derived(losses)  # noqa: SLF001 - as above
-        if first_step:
-            following._recorder.scalar(IN_PROCESS, 1.0)  # noqa: SLF001 - as above
+        following._recorder.scalar(IN_PROCESS, 1.0)  # noqa: SLF001 - as above
         return [watch]
 
     def _leave_out(self, hook: Hook, optimizer: Optimizer, reason: str) -> None:

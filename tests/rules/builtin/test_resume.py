@@ -135,7 +135,17 @@ def test_weights_that_were_not_loaded_are_found_if_the_step_is_known() -> None:
     [
         (0, {**ANEW, RATE: [9.0] * 12, STATE: [0.0, 1.0]}, 300),  # a training from the beginning
         (0, {info: [3.7] * 12 for info in WEIGHTS}, 100),  # weights of no earlier step
-        (RESUMED, {IN_PROCESS: [1.0], RATE: [9.0] * 12, STATE: [0.0, 1.0]}, 300),  # another phase
+        (RESUMED, {IN_PROCESS: [1.0], RATE: [9.0] * 12}, 300),  # another phase
+        (
+            RESUMED,
+            {IN_PROCESS: [1.0], STATE: [0.0, 1.0], LOSS: [3.0] * 12},
+            300,
+        ),  # with other data
+        (
+            0,
+            {IN_PROCESS: [1.0], STATE: [0.0, 1.0], LOSS: [3.0] * 12},
+            300,
+        ),  # a fold from the weights of an earlier training
         (RESUMED, {RATE: [9.0] * 12, STATE: [0.0, 1.0]}, 100),  # what precedes was not recorded
         (RESUMED, {RATE: [rate_at(RESUMED) / 3] * 12}, 300),  # a lower rate on purpose
         (RESUMED, {LOSS: [0.7, 0.4, 0.6, 0.9, 0.6]}, 300),

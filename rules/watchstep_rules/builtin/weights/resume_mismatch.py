@@ -78,7 +78,8 @@ class ResumeMismatchState(State):
         over: whether nothing remains to be judged.
         seen: metrics that were compared.
         losses: first losses by ``name/mode``.
-        doubtful: whether the attempt may be another phase, so that only losses that are higher show a fault.
+        doubtful: whether the attempt may be another phase, so that only a higher learning rate with higher losses shows a fault.
+        raised: whether a learning rate is higher than any before; of a doubtful attempt.
         texts: what differs, until they do.
         problem: why there is nothing to compare with.
     """
@@ -89,6 +90,7 @@ class ResumeMismatchState(State):
     seen: tuple[str, ...] = ()
     losses: dict[str, list[float]] = Field(default_factory=dict)
     doubtful: bool = False
+    raised: bool = False
     texts: tuple[str, ...] = ()
     problem: str = ""
 
@@ -115,6 +117,9 @@ class _Earlier:
 
     def first(self, name: str) -> float:
         return float(self.arrays(name)[1][0])
+
+    def highest(self, name: str) -> float:
+        return float(self.arrays(name)[1].max())
 
     def at(self, name: str, step: int) -> float:
         """The value at a step, interpolated; that of the nearest step outside of the range."""
@@ -154,8 +159,8 @@ class ResumeMismatch(Rule[ResumeMismatchParams, ResumeMismatchState]):
     - **losses**: ``median(first losses) > level + max(deviations * spread, rise * level)``, with median and robust spread (Hampel 1974) of
       the last 100 recorded losses before.
 
-    An attempt that continues a training of the same process may be another phase with a copy of the model, whose optimizer is new on purpose: it
-    is reported only with higher losses. A training that goes on with the same model is no attempt of its own. Not judged are
+    An attempt that follows a training of the same process may be another phase, a fold or a trial, whose optimizer is new on purpose: it is reported only if it goes on
+    from the end of that training, at ``factor`` times the highest learning rate before, with higher losses. A training that goes on with the same model is no attempt of its own. Not judged are
     lower learning rates, one to which an earlier attempt had risen before, as at the end of each cycle, the first attempt of a run and one whose earlier attempts recorded less than nine tenths of the steps before it.
     """
 
@@ -239,14 +244,15 @@ class ResumeMismatch(Rule[ResumeMismatchParams, ResumeMismatchState]):
         """Find the step that the attempt continues from, and whether it has the weights of that step."""
         weights = _first_rows(rows, _is_weight)
         over = state.model_copy(update={"start": step, "over": True})
+        is_doubtful = bool(_first_rows(rows, _is_in_process))
         if step == 0:
             place = _place_of(earlier, rows, weights)
-            return (over if place < 0 else state.model_copy(update={"start": 0, "place": place})), []
+            begun = state.model_copy(update={"start": 0, "place": place})
+            return (over if place < 0 or is_doubtful else begun), []
         if not earlier.cover(step):
             return over, []
         anew = _have_first_sizes(earlier, rows, weights, step - 1)
         if not anew:
-            is_doubtful = bool(_first_rows(rows, _is_in_process))
             return state.model_copy(update={"start": step, "place": step - 1, "doubtful": is_doubtful}), []
         row = weights[anew[0]]
         now, before = float(rms(rows.statistics)[row]), earlier.at(anew[0], step - 1)
@@ -264,14 +270,17 @@ class ResumeMismatch(Rule[ResumeMismatchParams, ResumeMismatchState]):
         step = _Step(params, earlier, state.place, rows)
         seen = set(state.seen)
         losses = {key: list(values) for key, values in state.losses.items()}
-        numbers = [*step.rates(seen), *step.scales(seen), *step.states(seen)]
+        rates = list(step.rates(seen))
+        numbers = [*rates, *step.scales(seen), *step.states(seen)]
         harmed = list(step.losses(losses))
         state = state.model_copy(update={"seen": tuple(sorted(seen)), "losses": losses})
         if state.doubtful:
-            state = state.model_copy(
-                update={"texts": (*state.texts, *(found.text for found in numbers))[:_MOST_TEXTS]}
+            texts = [*state.texts, *(found.text for found in numbers)][:_MOST_TEXTS]
+            is_raised = state.raised or any(
+                found.value >= params.factor * earlier.highest(rows.info(found.row).name) for found in rates
             )
-            mismatches, texts = harmed, [*state.texts, *(found.text for found in harmed)]
+            state = state.model_copy(update={"texts": tuple(texts), "raised": is_raised})
+            mismatches, texts = harmed if is_raised else [], [*texts, *(found.text for found in harmed)]
         else:
             mismatches, texts = numbers + harmed, [found.text for found in numbers + harmed]
         if not mismatches:

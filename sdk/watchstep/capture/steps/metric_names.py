@@ -27,4 +27,4 @@ STALLED = "training:stalled"
 """Start of the name of a metric, before ``@`` and the line: seconds without the end of a step, at the step that does not end, of a training whose thread does not move."""
 
 IN_PROCESS = "training:in_process"
-"""1 at the first step of a training that continues the one before it in the same process: a resume, or another phase with a copy of the model."""
+"""1 at the first step of a training that follows another one in the same process: a resume, another phase with a copy of the model, or a fold of a cross-validation."""
