@@ -241,7 +241,7 @@ class Writer:
 
     def _look_for_stall(self) -> None:
         stall = None if self._stalls is None else self._stalls.look()
-        if stall is not None:
+        if stall is not None and self._last_step >= 0:
             info = scalar_info(f"{STALLED}@{stall.place}")
             statistics = Completed(scalars([stall.seconds]))
             worker = self._target.identity.worker
@@ -343,9 +343,9 @@ class Writer:
         rows have a step of their own.
         """
         if self._stalled and self._queue.is_empty:
-            # The rows of the step that does not end may follow in a later segment, as those of a step that is handed over unfinished.
-            stalled, self._stalled = self._stalled, []
-            return FinishedStep(max(record.step for record in stalled), tuple(stalled[-1:]))
+            # At the last step that was taken: at the one that does not end, readers would take its own rows, which may follow, for late ones.
+            stalled, self._stalled = self._stalled[-1], []
+            return FinishedStep(self._last_step, (replace(stalled, step=self._last_step),))
         is_waiting = self._end_follows and not self._snapshots.settled
         item = self._queue.take(keep=1 if is_waiting else 0)
         if item is None and not (self._closing.is_set() and not is_waiting and self._snapshots.has_saved):

@@ -230,13 +230,13 @@ def test_a_recording_has_the_line_and_the_rule_fires(tmp_path: Path) -> None:
     assert not hook.health["faults"]
     run = open_run(hook.run_url)
     (name,) = [each for each in run.tensors() if each.startswith("training:stalled@")]
-    assert run.tensor(name).steps() == [5]
+    assert run.tensor(name).steps() == [4]
     assert run.tensor("loss").steps() == list(range(10))
     (attempt,) = backtest_run(
         hook.run_url, [RuleConfig(rule="training_hangs", params={"seconds": 1.0})]
     ).attempts
     (fired,) = attempt.outcomes[0].fired
-    assert fired.step == 5
+    assert fired.step == 4
     assert fired.finding is not None
     assert (
         f"no training thread moves: rank 0 at test_stalls.py:{line} in test_a_recording"

@@ -24,7 +24,7 @@ HAS_STATE = "has_state"
 """End of the name of an optimizer's metric: whether it has momentum or other state before its first and its second update, 1 or 0."""
 
 STALLED = "training:stalled"
-"""Start of the name of a metric, before ``@`` and the line: seconds without the end of a step, at the step that does not end, of a training whose thread does not move."""
+"""Start of the name of a metric, before ``@`` and the line: seconds without the end of a step, at the last step that was handed over, of a training whose thread does not move."""
 
 IN_PROCESS = "training:in_process"
 """1 at the first step of a training that follows another one in the same process: a resume, another phase with a copy of the model, or a fold of a cross-validation."""

@@ -71,7 +71,7 @@ class Stall:
     """What is recorded of a stall.
 
     Attributes:
-        step: the step that does not end, or the last one, if the next has not begun.
+        step: the current step.
         seconds: since the last one ended.
         place: the line of the program, and the innermost call.
     """
