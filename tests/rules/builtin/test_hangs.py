@@ -10,13 +10,13 @@ from tests.rules.runs import Event, Outcome, Rows, Watermark, follow
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep_rules.config.rule_config import RuleConfig
 
-RATE = tensor("optimizer:lr", "metrics", role="metric", shape=())
+LOSS = tensor("loss", "losses", role="loss", shape=())
 REDUCES, READS = "train.py:33 in step, in all_reduce (c10d.py:9)", "data.py:8 in read"
 
 
 def steps(first: int, last: int, ranks: int = 1) -> list[Event]:
     """The rows of steps of some ranks, and the watermark after them."""
-    rows = [Row(step, RATE, [0.1], worker=rank) for step in range(first, last + 1) for rank in range(ranks)]
+    rows = [Row(step, LOSS, [0.1], worker=rank) for step in range(first, last + 1) for rank in range(ranks)]
     return [Rows(block_of(rows)), Watermark(last)]
 
 
@@ -53,7 +53,7 @@ def test_the_rank_that_waits_elsewhere_comes_first() -> None:
 
 
 def test_ranks_may_be_at_different_steps_and_report_at_different_times() -> None:
-    begun: list[list[Event]] = [steps(0, 4, ranks=2), [Rows(block_of([Row(5, RATE, [0.1], worker=0)]))]]
+    begun: list[list[Event]] = [steps(0, 4, ranks=2), [Rows(block_of([Row(5, LOSS, [0.1], worker=0)]))]]
     assert messages(*begun, stall(0), [Watermark(5)], stall(1, step=4)) != []
 
 

@@ -56,7 +56,8 @@ class TrainingHangs(Rule[TrainingHangsParams, TrainingHangsState]):
 
     name = "training_hangs"
     summary = "no step ends, and the training threads of all ranks stay at one line"
-    needs = Needs(collections=("metrics",), roles=("metric",))
+    # Losses show that steps go on: metrics such as learning rates have rows only where they change.
+    needs = Needs(collections=("metrics", "losses"), roles=("metric", "loss"))
     merge = "per_worker"
     usual_causes = (
         "A collective waits for a rank that is dead, that has taken another branch, or that has ended its data earlier.",
