@@ -14,6 +14,8 @@ _MAX_CATALOGUE = 16 * 1024 * 1024
 _MAX_CATALOGUE_MEMORY = 256 * 1024 * 1024
 _MOST_LISTS, _MOST_VALUES = 64, 1024
 """Brackets and commas of a catalogue for each tensor in it, in its names included: a parser holds the interpreter's lock as long as it makes lists."""
+_MOST_BYTES = 16 * 1024
+"""Bytes of a catalogue for each tensor in it: names are shorter."""
 _MAX_META = 4096
 _known = KnownCatalogues()
 
@@ -68,9 +70,13 @@ def catalogue_of(stored: bytes) -> tuple[TensorInfo, ...]:
 def _unpacked(stored: bytes) -> tuple[int, tuple[TensorInfo, ...]]:
     unpacker = zlib.decompressobj()
     text = unpacker.decompress(base64.b64decode(stored, validate=True), _MAX_CATALOGUE)
-    if unpacker.unconsumed_tail or not unpacker.eof:
-        raise ValueError("the catalogue of its tensors is too large or truncated")
+    if unpacker.unconsumed_tail or unpacker.unused_data or not unpacker.eof:
+        raise ValueError("the catalogue of its tensors is too large, truncated, or followed by other data")
     tensors = text.count(b"{")
-    if text.count(b"[") > _MOST_LISTS * (tensors + 1) or text.count(b",") > _MOST_VALUES * (tensors + 1):
+    if (
+        len(text) > _MOST_BYTES * (tensors + 1)
+        or text.count(b"[") > _MOST_LISTS * (tensors + 1)
+        or text.count(b",") > _MOST_VALUES * (tensors + 1)
+    ):
         raise ValueError("the catalogue of its tensors contains data other than tensors")
     return len(text), tuple(TensorInfo.from_data(entry) for entry in parse_json(text, _MAX_CATALOGUE_MEMORY))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.format.block import STAGES, from_codes, from_numbers
-from watchstep.format.documents import parse_json
+from watchstep.format.documents import memory_needed, parse_json
 from watchstep.format.layout import SCHEMA_VERSION, check_schema
 from watchstep.format.segment import check_constants
 from watchstep.format.segment_checks import MAX_BYTES, MAX_ROWS, whole
@@ -133,11 +133,17 @@ def decode(data: bytes, name: str) -> Manifest:
         return Manifest(
             int(document["generation"]),
             int(document["created_ns"]),
-            tuple(str(source) for source in document["sources"]),
+            tuple(map(_text_of, document["sources"])),
             attempts,
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"{name} is not a manifest ({error})", "compact the run again") from error
+
+
+def _text_of(source: Any) -> str:
+    if type(source) is not str:
+        raise TypeError(f"a source of type {type(source).__name__}")
+    return source
 
 
 def attempt_from_data(data: dict[str, Any]) -> CompactedAttempt:
@@ -298,6 +304,8 @@ class Generations:
     Attributes:
         manifest: None without a compaction.
         attempts: attempt → its objects.
+        sources: keys of the segments that it includes.
+        memory: approximate memory of it in bytes.
     """
 
     def __init__(self, store: Store, catalogues: Catalogues) -> None:
@@ -307,6 +315,7 @@ class Generations:
         self.manifest: Manifest | None = None
         self.attempts: dict[str, Compacted] = {}
         self.sources: frozenset[str] = frozenset()
+        self.memory = 0
 
     def refresh(self, budget: ReadBudget | None = None) -> bool:
         """Look for a newer generation. Returns whether another one is in use now.
@@ -330,10 +339,10 @@ class Generations:
         for generation in newest[:_MAX_TRIED]:
             if budget is not None:
                 budget.check()
-            if generation == before or self._follow(generation):
+            if generation == before or self._follow(generation, budget):
                 return generation != before
             self._distrusted.add(generation)
-        self.manifest, self.attempts, self.sources = None, {}, frozenset()
+        self.manifest, self.attempts, self.sources, self.memory = None, {}, frozenset(), 0
         return before is not None
 
     def distrust(self) -> None:
@@ -351,14 +360,17 @@ class Generations:
         objects = (part for attempt in self.attempts.values() for part in (*attempt.objects, attempt.recent))
         return {part.key for part in objects if part is not None} - stored
 
-    def _follow(self, generation: int) -> bool:
+    def _follow(self, generation: int, budget: ReadBudget | None) -> bool:
         key = manifest_key(generation)
         try:
-            manifest = decode(self._store.get(key, limit=MAX_MANIFEST), key)
+            data = self._store.get(key, limit=MAX_MANIFEST)
+            manifest = decode(data, key)
             if manifest.generation != generation:
                 return False  # a generation that is distrusted must not come back under another number
             attempts = {}
             for attempt in manifest.attempts:
+                if budget is not None:
+                    budget.check()
                 catalogue = self._catalogues.read(attempt.catalogue.encode())
                 objects = [
                     CompactedObject(self._store, segment, catalogue, self._catalogues)
@@ -371,4 +383,5 @@ class Generations:
         except (FormatError, NotFoundError, ValueError, TypeError, LookupError, zlib.error):
             return False
         self.manifest, self.attempts, self.sources = manifest, attempts, frozenset(manifest.sources)
+        self.memory = memory_needed(data)
         return True

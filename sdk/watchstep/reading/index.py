@@ -235,9 +235,9 @@ class RunIndex:
 
     @property
     def memory(self) -> int:
-        """Approximate memory of its segments in bytes; catalogues have a separate limit."""
+        """Approximate memory of its segments and manifest in bytes; catalogues have a separate limit."""
         stored = [*self._segments.values(), *self._flights.values()]
-        return sum(segment.memory for segment in stored)
+        return sum(segment.memory for segment in stored) + self._generations.memory
 
     def _covers(self, key: SegmentKey) -> bool:
         return key.path in self._generations.sources

@@ -315,3 +315,12 @@ def test_a_store_that_does_not_answer_is_tried_again(
 
 def _no_store() -> Any:
     raise NotImplementedError
+
+
+def test_numbers_of_thousands_of_digits_are_refused_in_long_texts() -> None:
+    number = "9" * 4000
+    for text in (f"[{number}]", f'{{"text": "{number * 100}"}}'):  # short, or no number
+        assert parse_json(text.encode(), 2**30)
+    for text in (f"[{', '.join([number] * 100)}]", f"[{', '.join([f'0.{number}'] * 100)}]"):
+        with pytest.raises(OversizedJsonError, match=r"a number has 400\d digits"):
+            parse_json(text.encode(), 2**30)
