@@ -224,9 +224,8 @@ def test_guessing_tokens_is_limited_and_valid_tokens_pass(limited: Limited) -> N
     admin = limited.api.token("admin")
     assert ask(limited.app, "GET", RUNS, admin).status == 200
     assert ask(limited.app, "GET", RUNS, token).status == 200
-    for _ in range(
-        5
-    ):  # again where a minute ends between two of them, with a token that was not accepted then
+    # Again where a minute ends between two of them, with a token that was not accepted then.
+    for _ in range(5):
         unused = limited.api.token("viewer")
         limited.until(429, "GET", RUNS, "wst_0123456789abcdef_guessed")
         refused = [ask(limited.app, "GET", RUNS, limits_a).status for limits_a in (token, unused)]
