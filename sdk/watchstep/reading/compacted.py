@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 
 COMPACTED = "compacted/"
-MAX_MANIFEST = 256 * 1024 * 1024
-_MAX_MEMORY = 768 * 1024 * 1024
+MAX_MANIFEST = 64 * 1024 * 1024
+_MAX_MEMORY = 192 * 1024 * 1024
+"""A manifest of a million segments takes this: some 200 bytes for each. One that is larger is not used, and the segments are read."""
+
 _GENERATION = re.compile(r"compacted/([0-9]{10})/(.+)")
 
 
