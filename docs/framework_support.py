@@ -72,6 +72,8 @@ class FrameworkSupport:
 
     def judges(self, config: RuleConfig) -> Judged:
         """Return whether a rule has tensors to judge."""
+        if config.rule == "training_stopped":
+            return "yes"  # the recorder itself records it
         own = OWN_INPUTS.get(config.rule)
         if own is not None and own not in self.own_inputs:
             return "no"

@@ -13,14 +13,11 @@ from watchstep_rules.builtin.data.input_image_mean import InputImageMean
 from watchstep_rules.builtin.data.token_ratio import TokenRatio
 from watchstep_rules.builtin.data.trees import FeatureImportance, TreeDepth
 from watchstep_rules.builtin.gradients.exploding_gradient import ExplodingGradient
+from watchstep_rules.builtin.gradients.gate_policy import SkippedUpdates, TrainingStopped
 from watchstep_rules.builtin.gradients.gradient_norm_spike import GradientNormSpike
 from watchstep_rules.builtin.gradients.gradients_cease import GradientsCease
 from watchstep_rules.builtin.gradients.missing_zero_grad import MissingZeroGrad
-from watchstep_rules.builtin.gradients.mixed_precision import (
-    NumberFormatHeadroom,
-    ScalerSkips,
-    SkippedUpdates,
-)
+from watchstep_rules.builtin.gradients.mixed_precision import NumberFormatHeadroom, ScalerSkips
 from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInf
 from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValues
 from watchstep_rules.builtin.gradients.recompute_mismatch import RecomputeMismatch
@@ -124,6 +121,7 @@ RULES: dict[str, AnyRule] = {
         ClassImbalance(),
         StalledTraining(),
         TrainingHangs(),
+        TrainingStopped(),
         StarvedExpert(),
         AllZero(),
         UnchangedTensor(),

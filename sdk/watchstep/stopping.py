@@ -20,6 +20,9 @@ EXIT_TOMBSTONE = 87
 NOT_AGAIN = "it could not be computed again"
 """In the reason of a stop by the gate policy whose step did not come again, see `watchstep.trace.redo`."""
 
+FROM_ANOTHER_RANK = "came from another rank"
+"""In the reason of a stop on a rank whose own values were finite."""
+
 OnStop = Literal["ignore", "check", "raise"] | Callable[[StopRequest], None]
 """Effect of a cooperative stop in this process: nothing; only set `Hook.stopped`, upon which the program ends by itself;
 raise `StopTraining`; or call a function."""

@@ -159,7 +159,8 @@ def test_the_code_on_the_page_is_that_of_the_program() -> None:
 
 @pytest.mark.release
 @pytest.mark.parametrize(
-    ("run", "fires"), [("digits", {"nan_or_inf"}), ("fixed", {"dead_relu"}), ("clean", set())]
+    ("run", "fires"),
+    [("digits", {"nan_or_inf", "training_stopped"}), ("fixed", {"dead_relu"}), ("clean", set())],
 )
 def test_the_rules_report_the_fault_and_nothing_of_the_clean_run(
     printed: tuple[Path, str], run: str, fires: set[str]

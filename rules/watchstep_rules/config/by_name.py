@@ -203,6 +203,7 @@ symmetric_units = attachable("symmetric_units", SymmetricUnitsParams)
 tensor_variance = attachable("tensor_variance", TensorVarianceParams)
 token_ratio = attachable("token_ratio", TokenRatioParams)
 training_hangs = attachable("training_hangs", TrainingHangsParams)
+training_stopped = attachable("training_stopped", Params)
 tree_depth = attachable("tree_depth", TreeDepthParams)
 unchanged_tensor = attachable("unchanged_tensor", UnchangedTensorParams)
 unlike_earlier_runs = attachable("unlike_earlier_runs", UnlikeEarlierRunsParams)
@@ -295,6 +296,7 @@ __all__ = [
     "tensor_variance",
     "token_ratio",
     "training_hangs",
+    "training_stopped",
     "tree_depth",
     "unchanged_tensor",
     "unlike_earlier_runs",

@@ -86,6 +86,7 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(rule="hyperparameter_jump", severity="warning", keep_firing=_LAYERS),
     RuleConfig(rule="resume_mismatch", severity="warning", keep_firing=_LOSSES),
     RuleConfig(rule="training_hangs", severity="warning"),
+    RuleConfig(rule="training_stopped", severity="critical"),
 )
 """Only damage stops a job by default: a training does not recover from NaN in its parameters."""
 

@@ -82,7 +82,7 @@ _STAGES: tuple[tuple[str, ...], ...] = (
         "unlike_earlier_runs",
         "similar_across_runs",
     ),
-    ("scaler_skips", "skipped_updates", "non_finite_values", "nan_or_inf"),
+    ("scaler_skips", "skipped_updates", "non_finite_values", "training_stopped", "nan_or_inf"),
 )
 """Rules by stage, in the order in which faults spread, the most upstream first."""
 

@@ -17,7 +17,7 @@ from watchstep.capture.config import Bounds
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.node.member import Member
 from watchstep.capture.steps.metric_names import STALLED
-from watchstep.capture.steps.record import BoundedQueue, FinishedStep, Group, Record, scalar_info
+from watchstep.capture.steps.record import BoundedQueue, FinishedStep, Group, Record, report_info
 from watchstep.capture.steps.stalls import StallWatch
 from watchstep.capture.stop import ControlReader
 from watchstep.capture.tensorboard import TensorBoardSink
@@ -242,7 +242,7 @@ class Writer:
     def _look_for_stall(self) -> None:
         stall = None if self._stalls is None else self._stalls.look()
         if stall is not None and self._last_step >= 0:
-            info = scalar_info(f"{STALLED}@{stall.place}")
+            info = report_info(STALLED, stall.place)
             statistics = Completed(scalars([stall.seconds]))
             worker = self._target.identity.worker
             self._stalled.append(

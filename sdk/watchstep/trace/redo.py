@@ -43,7 +43,7 @@ from watchstep.pytorch.bundles.step_inputs import Contents, MicroBatch, StepInpu
 from watchstep.pytorch.loaders import loader_batches
 from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.outputs.passes import recomputes
-from watchstep.stopping import NOT_AGAIN
+from watchstep.stopping import FROM_ANOTHER_RANK, NOT_AGAIN
 from watchstep.trace.online import OnlineTracing
 from watchstep.trace.operations import Trace
 from watchstep.trace.origins import Diagnosis, diagnose
@@ -435,7 +435,7 @@ class StepRedo:
         diagnosis = diagnose(trace, again.step)
         self._tracing.keep(again.step)
         if self._world_size > 1 and _came_in(diagnosis):
-            return f"the first NaN or infinity came from another rank: all is finite on rank {self._worker} before gradients are reduced"
+            return f"the first NaN or infinity {FROM_ANOTHER_RANK}: all is finite on rank {self._worker} before gradients are reduced"
         lines = render_diagnosis(trace, diagnosis).splitlines()
         sys.stderr.write("".join(f"watchstep: {line}\n" for line in lines))
         cause = render_cause(trace, diagnosis) + _sample(again.since.batches, trace, diagnosis)

@@ -38,8 +38,9 @@ def render_cause(trace: Trace, diagnosis: Diagnosis) -> str:
     if origin.cause == "error":
         return printable(f"{name} raised {operation.error}{where}")
     if origin.cause == "tensor":
-        tensor = "a tensor" if origin.tensor is None else origin.tensor.name or f"tensor {origin.tensor.id}"
-        return printable(f"{tensor} was not finite before the step; {name} read it first{where}")
+        return printable(
+            f"{_named(origin.tensor)} was not finite before the step; {name} read it first{where}"
+        )
     return printable(f"{name} made the first NaN or infinity{where}")
 
 
@@ -201,7 +202,7 @@ def _origin_lines(trace: Trace, origin: BadOrigin, *, verbose: bool) -> Iterator
     for place, tensor in enumerate(operation.outputs):
         yield f"  output {place}: {_described(tensor)}"
     if origin.cause == "tensor" and origin.tensor is not None:
-        yield f"  {origin.tensor.name or f'tensor {origin.tensor.id}'} was not finite before the step"
+        yield f"  {_named(origin.tensor)} was not finite before the step"
     yield f"  reached: {origin.reaches}"
 
 
@@ -214,6 +215,12 @@ def _forward_of(trace: Trace, operation: Operation) -> Operation | None:
     if operation.forward is None:
         return None
     return next((each for each in trace.operations if each.index == operation.forward), None)
+
+
+def _named(tensor: TracedTensor | None) -> str:
+    if tensor is None:
+        return "a tensor"
+    return tensor.name or f"a tensor ({_described(tensor)})"
 
 
 def _described(tensor: TracedTensor) -> str:

@@ -23,7 +23,6 @@ from watchstep.format.tensors import GRADIENTS
 from watchstep.platform.terminal_text import printable
 from watchstep.plots.binned import NamedSeries, PlotMark
 from watchstep.reading.binning import bin_values
-from watchstep.reading.outcome import ended_after
 from watchstep.reading.pictures import heat_cells
 from watchstep.reading.run import Run
 from watchstep_services.core.console import figure, table
@@ -183,9 +182,6 @@ class TrainingOutcome(_Outcome):
     steps: int = Field(description="Number of recorded steps.")
     alerts: tuple[AlertOutcome, ...]
     stopped_at_step: int | None = Field(description="Last finished step of a stopped run.")
-    detect_to_stop_seconds: float | None = Field(
-        description="Time from the record of the bad step to the end of the process."
-    )
 
 
 class DemoOutcome(_Outcome):
@@ -207,24 +203,13 @@ def outcome_of(watched: WatchedRun) -> TrainingOutcome:
         )
         for alert in watched.alerts
     )
-    stops = [
-        action for action in watched.actions if action["kind"] == "stop" and action["finished_ns"] is not None
-    ]
-    stopped = watched.state == "stopped"
     return TrainingOutcome(
         run_id=watched.run_id,
         state=watched.state,
         steps=len(watched.run.steps()) if watched.run is not None else 0,
         alerts=alerts,
-        stopped_at_step=watched.last_step if stopped else None,
-        detect_to_stop_seconds=_seconds(watched, stops[0]["finished_ns"]) if stopped and stops else None,
+        stopped_at_step=watched.last_step if watched.state == "stopped" else None,
     )
-
-
-def _seconds(watched: WatchedRun, ended_ns: int) -> float | None:
-    """Return the seconds from the record of the first bad step to the detected end of the process."""
-    times = [int(alert["finding"]["time_ns"]) for alert in watched.alerts]
-    return round((ended_ns - min(times)) / 1e9, 3) if times else None
 
 
 _PLOT_COLUMNS = 96
@@ -260,12 +245,13 @@ def explain(
     console.print()
     console.print(Text.from_ansi(draw_text(evidence, _PLOT_COLUMNS, colours=console.is_terminal)))
     draw_png(evidence, picture)
-    for name, text in _lines(alert, outcome, healthy, picture):
+    for name, text in _lines(alert, faulty, healthy, picture):
         console.print(Text.assemble((f"{name:9}", "bold"), f" {text}"), soft_wrap=True)
     console.print()
     console.print(Text(_CODE_FOLLOWS), soft_wrap=True)
     console.print()
-    console.print(Text(evidence_lines(faulty.run.location, finding["tensor"])), soft_wrap=True)
+    gradients = [name for name in faulty.run.tensors(GRADIENTS) if name.endswith("weight:gradient")]
+    console.print(Text(evidence_lines(faulty.run.location, gradients[-1])), soft_wrap=True)
 
 
 _CODE_FOLLOWS = (
@@ -284,42 +270,23 @@ def evidence_lines(run: str, tensor: str) -> str:
 
 
 def _lines(
-    alert: dict[str, Any], outcome: TrainingOutcome, healthy: WatchedRun, picture: Path
+    alert: dict[str, Any], faulty: WatchedRun, healthy: WatchedRun, picture: Path
 ) -> list[tuple[str, str]]:
     finding = alert["finding"]
-    layer = f"{finding['tensor']}, of module {finding['module']!r} ({finding['module_type']})"
-    seconds = outcome.detect_to_stop_seconds
-    delay = "" if seconds is None else f", {seconds:.2f} s after the bad step"
+    step = int(finding["step"])
+    # The message is "the gate policy stopped the training at step 158: …; … at digits.py:65 in main: …".
+    _, _, reason = finding["message"].partition(": ")
+    found, _, line = reason.partition("; ")
+    before = f"before the update of step {step}, with the weights of step {step - 1}"
     return [
         ("rule", f"{alert['rule']} ({alert['severity']})"),
-        ("bad", f"from step {finding['step']}"),
-        ("layer", layer if finding["module"] else finding["tensor"]),
-        ("found", finding["message"]),
-        ("why", _cause(finding)),
-        ("ended", _end(outcome, int(finding["step"]), delay)),
+        ("found", found),
+        ("line", line),
+        ("ended", before if faulty.state == "stopped" else f"{faulty.state}, not stopped"),
         ("healthy", f"the same program on clean data: {healthy.state}, no alert"),
+        ("trace", f"watchstep trace {faulty.run.location if faulty.run else ''} --step {step}"),
         ("picture", str(picture)),
     ]
-
-
-def _end(outcome: TrainingOutcome, bad_from: int, delay: str) -> str:
-    if outcome.stopped_at_step is None:
-        return f"{outcome.state}, not stopped"
-    return f"{ended_after(bad_from, outcome.stopped_at_step).removeprefix('ended ')}{delay}"
-
-
-def _cause(finding: dict[str, Any]) -> str:
-    """Return the cause that the position of the first bad tensor implies: weights, then forward pass, loss, backward pass."""
-    if finding["upstream"]:
-        return "the batch of this step was bad, and the update sets every weight with a NaN gradient to NaN"
-    causes = {
-        0: "the weights were bad before this step: check the previous update",
-        1: "this is the first bad output among those that were measured or still in memory, and the weights were"
-        " finite: check this batch, this module, and the modules before it",
-        2: "all outputs were finite: check the loss function and the labels",
-        3: "the update sets every weight with this gradient to NaN: check the first bad tensor of its step",
-    }
-    return causes.get(finding["cause_rank"][0], "no earlier tensor of the step was bad")
 
 
 _BAR = 30

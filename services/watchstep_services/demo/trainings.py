@@ -151,6 +151,7 @@ def launch_both(demo: Demo, service: EmbeddedService) -> list[WatchedRun]:
             command=(*command, "--fault") if label == "faulty" else command,
             folder=demo.folder,
             log=demo.folder / f"{watched.run_id}.log",
+            explain=True,
         )
         launch_local(service.service, program, service.recorder_token)
         runs.append(watched)

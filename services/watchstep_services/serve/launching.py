@@ -33,6 +33,7 @@ class LaunchedProgram:
         folder: working directory.
         log: file for the output.
         on_stop: effect of a cooperative stop in the program.
+        explain: whether a step with NaN or infinite gradients is computed again to name the source line, and ends the training.
     """
 
     project: str
@@ -41,6 +42,7 @@ class LaunchedProgram:
     folder: Path
     log: Path
     on_stop: Literal["ignore", "raise"] = "raise"
+    explain: bool = False
 
 
 def launch_local(service: Service, program: LaunchedProgram, recorder_token: str) -> JobHandle:
@@ -63,6 +65,7 @@ def launch_local(service: Service, program: LaunchedProgram, recorder_token: str
         attempt=new_nonce(),
         service=ServiceAddress(service.base_url, recorder_token),
         on_stop=program.on_stop,
+        explain=program.explain,
         capture=_project_capture(service, program.project),
     )
     variables = injected.environment(launch, os.environ)

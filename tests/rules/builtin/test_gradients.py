@@ -19,6 +19,8 @@ from tests.rules.runs import all_at_once, first_message, found_by, in_steps, nor
 from tests.sdk.format.blocks import Row, Values, block_of, gradient, tensor
 from tests.sdk.training import batches, small_model
 from watchstep import CaptureConfig, Hook
+from watchstep.capture.steps.metric_names import STOPPED
+from watchstep.capture.steps.record import report_info
 from watchstep.format.block import Block
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -726,3 +728,22 @@ def test_each_series_of_skipped_updates_is_an_alert() -> None:
     fired = [(change.phase.value, change.step) for change in outcome.transitions if change.finding]
     assert fired == [("firing", 2), ("resolved", 4), ("firing", 9), ("resolved", 10)]
     assert config.severity == "info"
+
+
+# training_stopped
+
+
+def test_a_stop_by_the_recorder_is_one_alert_of_all_ranks_with_its_reason() -> None:
+    reason = "the gate policy stopped the training at step 5: the gradients of step 5 are not finite"
+    report = report_info(STOPPED, f"{reason}; aten.log.default made the first NaN at losses.py:3")
+    loss = tensor("loss", "losses", role="loss", shape=())
+    rows = [Row(step, loss, [0.5], worker=rank) for step in range(6) for rank in range(2)]
+    config = next(config for config in DEFAULT_RULES if config.rule == "training_stopped")
+    outcome = all_at_once(
+        config, block_of([*rows, *(Row(5, report, [1.0], worker=rank) for rank in range(2))])
+    )
+    ((phase, step),) = [(change.phase.value, change.step) for change in outcome.transitions if change.finding]
+    assert (phase, step) == ("firing", 5)
+    assert {finding.message.partition(";")[0] for finding in outcome.findings} == {reason}
+    assert report.role == "metric", "whatever words the reason has"
+    assert not any(action == "stop" for action in config.actions)

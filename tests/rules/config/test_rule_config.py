@@ -246,6 +246,7 @@ EXACT = {
     "optimizer_not_stepping",
     "resume_mismatch",
     "training_hangs",
+    "training_stopped",
 }
 """They compare bits, or count what the program reports."""
 

@@ -21,6 +21,8 @@ import watchstep
 from tests.sdk.programs import record_program, run_program
 from watchstep.errors import ConfigError
 from watchstep.trace import diagnose, open_trace, saved_traces
+from watchstep_rules import backtest_run
+from watchstep_rules.config.rule_config import RuleConfig
 
 _SAMPLES, _BAD = 160, 100
 
@@ -195,6 +197,11 @@ def test_the_line_is_named(tmp_path: Path, program: Program, capsys: pytest.Capt
     assert max(run.tensor("loss").steps()) == hook.stopped.step, (
         "a step that is computed again is recorded once"
     )
+    (attempt,) = backtest_run(hook.run_url, [RuleConfig(rule="training_stopped")]).attempts
+    (fired,) = attempt.outcomes[0].fired
+    assert fired.finding is not None
+    assert fired.step == hook.stopped.step
+    assert f"at {place}" in fired.finding.message.partition(". ")[0], "the first sentence of a notification"
 
 
 def test_a_program_that_counts_on_in_its_data_is_given_the_arguments_of_the_step(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rules about mixed precision and skipped updates: values that a narrower number format loses, and updates that a gradient scaler or the gate policy skips."""
+"""Rules about mixed precision: values that a narrower number format loses, and updates that a gradient scaler skips."""
 
 from __future__ import annotations
 
@@ -190,51 +190,6 @@ class ScalerSkips(Rule[ScalerSkipsParams, State]):
                 ),
             )
             for row in np.flatnonzero(since < params.window)
-        ]
-
-
-_WITHHELD = "updates:skipped"
-
-
-class SkippedUpdates(Rule[Params, State]):
-    """Fires at each step whose update the gate policy skipped: ``updates:skipped >= 1``.
-
-    The gate policy (``on_nonfinite="skip"``) leaves out updates by gradients that are not finite. Training goes on, and the batch
-    was without effect. The recorder writes the metric at each skipped step, and once more at the first step with an update, so that
-    consecutive skips are one alert. Its severity is info by default: the policy did what it was asked to do. With severity warning in the
-    rule file, it notifies.
-    """
-
-    name = "skipped_updates"
-    summary = "the gate policy skipped an update"
-    needs = Needs(collections=("metrics",), roles=("metric",))
-    merge = "per_worker"
-    usual_causes = (
-        "A sample with NaN, infinity or an absurd magnitude in the batch of this step.",
-        "The gradients diverge: many skips in a row.",
-        "An operation that has no finite gradient at some input, such as a root or a logarithm of zero.",
-    )
-    what_to_try = (
-        "Replay the bundle of the first skipped step to find the first operation with a bad number: watchstep replay.",
-        "Look at the samples of the step.",
-        "Use on_nonfinite='skip:N' to stop after N skips in a row.",
-    )
-    cannot_distinguish = (
-        "One batch with a bad sample, from the first step of a divergence: both are one skipped update.",
-    )
-
-    def evaluate(
-        self, params: Params, state: State, context: Block, block: Block, now: int
-    ) -> tuple[State, list[Finding]]:
-        """Judge each row of the metric by itself."""
-        is_metric = block.mask_of_tensors([info.name == _WITHHELD for info in block.catalogue])
-        rows = np.flatnonzero(is_metric & (block.statistics.mean > 0))
-        message = "the gate policy skipped the update of step {}: its gradients are not finite"
-        return state, [
-            finding_at(
-                self.name, block, int(row), value=1.0, threshold=1.0, message=message.format(block.step[row])
-            )
-            for row in rows
         ]
 
 

@@ -8,6 +8,9 @@ NONFINITE_APPLIED = "gradients:nonfinite_applied"
 WITHHELD = "updates:skipped"
 """1 at a step with an update that the gate policy left out, 0 at the first step after it without one."""
 
+STOPPED = "training:stopped"
+"""Start of the name of a metric, before ``@`` and the reason: 1 at the step at which the gate policy or a guard stopped the training."""
+
 LOADED = "weights:loaded"
 """1 at a step after which the program loaded a state dictionary into a watched model."""
 

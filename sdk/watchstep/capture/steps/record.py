@@ -639,6 +639,11 @@ class ScalarValues:
 
 
 @functools.lru_cache(maxsize=4096)
+def report_info(metric: str, text: str) -> TensorInfo:
+    """Describe a metric whose name carries a text after ``@``. It is a metric whatever words the text has."""
+    return TensorInfo(f"{metric}@{text}", (METRICS,), "metric", dtype="float64")
+
+
 def scalar_info(name: str, *, derived: bool = False, function: str = "") -> TensorInfo:
     """Describe a number: a loss if its name contains "loss", else a metric."""
     is_loss = "loss" in name.lower()

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.samples.capture import SampleCapture
+from watchstep.capture.steps.metric_names import STOPPED
 from watchstep.capture.steps.recent import RecentSteps
 from watchstep.capture.steps.record import (
     BoundedQueue,
@@ -29,6 +30,7 @@ from watchstep.capture.steps.record import (
     ScalarsOfStep,
     ScalarValues,
     join,
+    report_info,
     scalar_info,
 )
 from watchstep.capture.stop import BarrierStop
@@ -36,15 +38,18 @@ from watchstep.capture.system.sampler import Alongside, Sampled
 from watchstep.capture.tensors.collections import TensorCapture
 from watchstep.format.block import Block
 from watchstep.format.control import StopRequest
-from watchstep.format.statistics import Floats
+from watchstep.format.statistics import Floats, scalars
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Completed, Measurement
 from watchstep.platform.program_errors import call_program
 from watchstep.platform.terminal_text import printable
-from watchstep.stopping import AwaitsCheckpoint, OnStop, SavesThenStops, StopTraining
+from watchstep.stopping import FROM_ANOTHER_RANK, AwaitsCheckpoint, OnStop, SavesThenStops, StopTraining
 
 _MAX_URGENT_SERIES = 8
 """Series of non-finite steps that are written at once, each as an object of its own."""
+
+_MAX_REASON = 1500
+"""Characters of the reason of a stop in the name of its row."""
 
 _URGENT_INTERVAL = 60.0
 """Seconds in which at most one later series is written at once: a training may survive any number of them."""
@@ -314,6 +319,7 @@ class Recorder:
         try:
             if self.guarding is None or not self.guarding.ended:
                 self.hand_over()
+            self._report_stop(f"the {source} stopped the training at step {step}: {reason}", step)
             sys.stderr.write(f"watchstep: stopped by the {source} at step {step}: {printable(reason)}\n")
         except Exception as error:  # noqa: BLE001 - other ranks may stop at the same point
             self._health.contain("stop", error)
@@ -330,7 +336,18 @@ class Recorder:
             request(f"the gradients of step {step} are not finite; {reason}", step),
             True,
         )
+        self._report_stop(f"the gate policy stopped the training: {self.stopped.reason}", step)
         sys.stderr.write(f"watchstep: {printable(self.stopped.reason)}\n")
+
+    def _report_stop(self, sentence: str, step: int) -> None:
+        """Record a stop as a row of a step that was handed over, so that rules see it. Ranks whose fault came from another one leave it to that."""
+        if FROM_ANOTHER_RANK in sentence:
+            return
+        info = report_info(STOPPED, sentence[:_MAX_REASON])
+        record = Record(
+            step, "train", self.worker, time.time_ns(), Group.of((info,)), Completed(scalars([1.0]))
+        )
+        self._queue.offer(FinishedStep(step, (record,)), urgent=True)
 
     def add(
         self,
