@@ -25,7 +25,7 @@ from watchstep.stopping import FIRST_STEP, AwaitsCheckpoint, Noted, OnNonfinite,
 if TYPE_CHECKING:
     from watchstep.trace.trace_steps import TraceSteps
 
-_TRACE = "WATCHSTEP_TRACE"
+TRACE = "WATCHSTEP_TRACE"
 
 BUDGET = "WATCHSTEP_OVERHEAD_BUDGET"
 AUDIT = "WATCHSTEP_AUDIT"
@@ -293,7 +293,7 @@ def traced_steps(given: TraceSteps | str | None) -> TraceSteps | None:
     Raises:
         ConfigError: the steps are not valid.
     """
-    if given is None and not os.environ.get(_TRACE):
+    if given is None and not os.environ.get(TRACE):
         return None
     from watchstep.trace.trace_steps import trace_steps_of  # loaded for programs that trace only
 

@@ -32,9 +32,11 @@ from watchstep.capture.tensors.snapshots import SnapshotWriter, StoredFile
 from watchstep.format.layout import TraceKey
 from watchstep.pytorch import internals, losses
 from watchstep.trace.operations import Trace, TraceMode
+from watchstep.trace.report import render_unusual
 from watchstep.trace.trace_file import encode_trace
 from watchstep.trace.trace_steps import TraceSteps
 from watchstep.trace.tracer import TraceConfig, Tracer
+from watchstep.trace.unusual import unusual_operations
 
 _Error = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
 _SHARE = 0.5
@@ -249,6 +251,14 @@ class OnlineTracing:
                 self._end(self._running, (None, None, None) if self._is_over else sys.exc_info())
         self._write()
 
+    def _explain(self, trace: Trace) -> None:
+        """Print what is unusual in the step that the configuration names, if the trace has it."""
+        step = self._config.explained
+        if step is None or step not in trace.steps:
+            return
+        for line in render_unusual(trace, unusual_operations(trace, step)).splitlines():
+            sys.stderr.write(f"watchstep: {line}\n")
+
     def _write(self) -> None:
         """Hand the steps so far to the writer, which also converts them."""
         if not 0 <= self._first <= self._last:
@@ -261,6 +271,7 @@ class OnlineTracing:
         def encoded() -> NDArray[np.uint8]:
             try:
                 trace: Trace = take()
+                self._explain(trace)
                 return np.frombuffer(encode_trace(trace), np.uint8)
             finally:
                 with self._lock:

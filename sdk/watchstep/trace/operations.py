@@ -31,7 +31,8 @@ class TraceMode(str, Enum):
         CONCISE_HEALTH: numbers of NaN, +inf and -inf.
         FULL_HEALTH: also numbers of negative, zero and positive elements.
         SHAPE: as NO_TENSOR. Shapes and dtypes are recorded in every mode.
-        STATISTICS: `FULL_HEALTH` and the minimum, maximum, smallest magnitude, mean, standard deviation and L2 norm of the finite elements.
+        STATISTICS: `FULL_HEALTH` and the minimum, maximum, smallest magnitude, mean, standard deviation and L2 norm of the finite elements. Also the values of
+            results of forward passes with one element for each of at most 4096 samples, such as losses.
         FULL_TENSOR: `FULL_HEALTH` and the values.
     """
 

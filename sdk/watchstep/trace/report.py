@@ -9,6 +9,7 @@ from watchstep.platform.terminal_text import printable
 from watchstep.trace.comparison import OperationDifference, TraceDifference, TraceParting
 from watchstep.trace.operations import Operation, Trace, TracedTensor
 from watchstep.trace.origins import BadOrigin, Diagnosis
+from watchstep.trace.unusual import UnusualOperation, UnusualStep
 
 _MAX_OTHERS = 5
 
@@ -42,6 +43,39 @@ def render_cause(trace: Trace, diagnosis: Diagnosis) -> str:
             f"{_named(origin.tensor)} was not finite before the step; {name} read it first{where}"
         )
     return printable(f"{name} made the first NaN or infinity{where}")
+
+
+def render_unusual(trace: Trace, found: UnusualStep) -> str:
+    """Render the operations of a step whose results are outside of their usual range: the first one, and the farthest ones.
+
+    Args:
+        trace: The trace that it is about.
+        found: What `watchstep.trace.unusual.unusual_operations` returned.
+    """
+    return "\n".join(map(printable, _unusual_lines(trace, found))) + "\n"
+
+
+def _unusual_lines(trace: Trace, found: UnusualStep) -> Iterator[str]:
+    steps = f"{found.earlier[0]} to {found.earlier[-1]}" if found.earlier else "none"
+    if not found.operations:
+        yield f"no result of step {found.step} is four times larger or smaller than in the traced steps before it ({steps}): {found.compared} compared"
+    else:
+        first = found.operations[0]
+        yield f"first unusual operation: {_title(first.operation)}"
+        yield from _site_lines(trace, first.operation)
+        yield f"  {_range(first)} in steps {steps}"
+        farthest = sorted(found.operations, key=lambda each: -each.factor)[:_MAX_OTHERS]
+        yield f"{len(found.operations)} of {found.compared} results are unusual; the farthest:"
+        for each in farthest:
+            site = trace.line_of(each.operation)
+            yield f"  {each.factor:8.3g} times {_title(each.operation)}{'' if site is None else f' at {site}'}"
+    if found.samples:
+        shares = ", ".join(f"row {each.row}: {each.share:.0%}" for each in found.samples)
+        yield f"samples with the largest shares of the loss of step {found.step}: {shares}"
+
+
+def _range(unusual: UnusualOperation) -> str:
+    return f"root mean square {unusual.size:.4g}, usually {unusual.low:.4g} to {unusual.high:.4g}"
 
 
 def render_trace_difference(trace: Trace, difference: TraceDifference) -> str:

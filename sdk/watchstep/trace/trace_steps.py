@@ -11,7 +11,10 @@ from watchstep.errors import ConfigError
 from watchstep.trace.operations import TraceMode
 
 TRACE = "WATCHSTEP_TRACE"
-"""Steps to trace, as in `TraceSteps.steps`, if `Hook(trace=…)` does not set them."""
+"""Steps to trace, as in `TraceSteps.steps`, or ``explain:STEP`` for `TraceSteps.explaining`, if `Hook(trace=…)` does not set them."""
+
+_EXPLAIN = re.compile(r"explain:([0-9]{1,18})")
+_STEPS_BEFORE, _LEAST_EXPLAINED = 4, 2
 
 _RANGE = re.compile(r"([0-9]{1,18})(?::([0-9]{1,18}))?")
 _HINT = "use steps and ranges of steps with their last one, as '0:2,1000'"
@@ -29,6 +32,7 @@ class TraceSteps:
         dtypes: as in `TraceConfig`.
         max_bytes: approximate memory of traces that are recorded and not yet written. Operations and steps beyond it are left out and
             counted.
+        explained: a step whose unusual operations are printed after it, compared with the traced steps before it.
     """
 
     steps: str
@@ -37,6 +41,7 @@ class TraceSteps:
     modules: str = ""
     dtypes: tuple[str, ...] = ()
     max_bytes: int = 256 * 2**20
+    explained: int | None = None
     ranges: tuple[tuple[int, int], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -61,6 +66,20 @@ class TraceSteps:
                 ) from None
         if type(self.max_bytes) is not int or self.max_bytes < 1:
             raise ConfigError(f"TraceSteps(max_bytes={self.max_bytes!r})", "use a number of bytes from 1")
+
+    @classmethod
+    def explaining(cls, step: int) -> TraceSteps:
+        """Return a configuration that traces a step and four steps before it, and prints what is unusual in it.
+
+        Args:
+            step: The step, at least 2, so that there are steps to compare it with.
+        """
+        if step < _LEAST_EXPLAINED:
+            raise ConfigError(
+                f"step {step} has too few steps before it to compare with",
+                f"use a step from {_LEAST_EXPLAINED}",
+            )
+        return cls(f"{max(0, step - _STEPS_BEFORE)}:{step}", TraceMode.STATISTICS, explained=step)
 
     def chooses(self, step: int) -> bool:
         """Return whether a step is traced."""
@@ -88,9 +107,14 @@ def trace_steps_of(given: TraceSteps | str | None) -> TraceSteps | None:
     if isinstance(given, TraceSteps):
         return given
     if given is not None:
-        return TraceSteps(given)
+        return _parsed(given)
     text = os.environ.get(TRACE, "")
     try:
-        return TraceSteps(text) if text else None
+        return _parsed(text) if text else None
     except ConfigError as error:
         raise ConfigError(f"{TRACE}={text[:100]!r}: {error.what}", error.hint) from None
+
+
+def _parsed(text: str) -> TraceSteps:
+    match = _EXPLAIN.fullmatch(text) if isinstance(text, str) else None
+    return TraceSteps(text) if match is None else TraceSteps.explaining(int(match[1]))

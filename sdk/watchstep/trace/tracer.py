@@ -493,6 +493,16 @@ class _Schema:
         )
 
 
+_MOST_SAMPLES = 4096
+
+
+def _may_be_of_samples(tensor: Tensor) -> bool:
+    """Return whether a result may have one number for each sample of a batch, such as losses."""
+    return (
+        tensor.is_floating_point() and tensor.dim() > 0 and 1 < tensor.numel() == len(tensor) <= _MOST_SAMPLES
+    )
+
+
 _CHANGING_STATISTICS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 _STATISTICS, _TRAINING = slice(3, 5), 5
 """Places of the running statistics, and of whether they change, among the arguments of these operations."""
@@ -1238,8 +1248,13 @@ class _StepTrace(_DispatchMode):  # type: ignore[misc]
             else health_of(tensor, counts=counts, statistics=mode is TraceMode.STATISTICS)
             for tensor, flag in zip(written, flags, strict=True)
         ]
-        if mode is TraceMode.FULL_TENSOR and not record.schema.is_view:
+        if record.schema.is_view:
+            return
+        if mode is TraceMode.FULL_TENSOR:
             record.values = [values_of(tensor) for tensor in written]
+        elif mode is TraceMode.STATISTICS and record.phase == "forward":
+            record.values = [values_of(tensor) if _may_be_of_samples(tensor) else None for tensor in written]
+        if record.values is not None:
             self.bytes += sum(values.nbytes for values in record.values if values is not None)
 
     def _add_checksums(self, record: _Raw, read: list[Tensor], written: list[Tensor], gradient: str) -> None:

@@ -17,7 +17,7 @@ from watchstep.errors import ConfigError
 from watchstep.format.capture_needs import CaptureNeed, encoded
 from watchstep.format.layout import check_name
 from watchstep.hook import STORE
-from watchstep.hook_arguments import EXPLAIN, NEEDS, ON_NONFINITE, ON_STOP, needs_in
+from watchstep.hook_arguments import EXPLAIN, NEEDS, ON_NONFINITE, ON_STOP, TRACE, needs_in
 from watchstep.platform.transport import SERVICE, TOKEN, ServiceAddress
 from watchstep.store.local import STORE_ID, StoreIdentity
 
@@ -44,6 +44,7 @@ class AttemptLaunch:
         on_stop: effect of a cooperative stop in the program.
         on_nonfinite: the gate policy, as `watchstep.stopping.OnNonfinite.parse` reads it.
         explain: whether the step that stops the training by the gate policy is computed again.
+        trace: steps to trace, as `watchstep.trace.trace_steps.trace_steps_of` reads them; empty for those of the existing variable.
         store_id: id of a local store, as in `watchstep.store.local.StoreIdentity`; empty if unknown.
         needs: what the rules need the recorder to capture.
         state: what the launch leaves to the recorder, encoded by `watchstep.capture.service.registration.LaunchState`.
@@ -59,6 +60,7 @@ class AttemptLaunch:
     on_stop: Literal["ignore", "raise", "stop", "checkpoint"] = "ignore"
     on_nonfinite: str = "record"
     explain: bool = False
+    trace: str = ""
     store_id: str = ""
     state: str = ""
     needs: tuple[CaptureNeed, ...] = ()
@@ -76,6 +78,8 @@ def environment(launch: AttemptLaunch, base: Mapping[str, str]) -> dict[str, str
     added[ON_NONFINITE] = launch.on_nonfinite
     if launch.explain:
         added[EXPLAIN] = "1"
+    if launch.trace:
+        added[TRACE] = launch.trace
     if launch.service is not None:
         added[SERVICE], added[TOKEN] = launch.service.url, launch.service.token
     added |= StoreIdentity(launch.store_id).variables(launch.store_url)

@@ -120,6 +120,12 @@ def parser() -> argparse.ArgumentParser:
         "under a trace, to name the operation and the source line that failed",
     )
     parsed.add_argument(
+        "--explain-at",
+        type=int,
+        metavar="STEP",
+        help="trace this step and four steps before it, and print which operations have results outside of their usual range, for steps that are finite but wrong",
+    )
+    parsed.add_argument(
         "--mirror",
         metavar="TOOLS",
         help="mirror alerts and some series into the program's own run: 'wandb', 'mlflow', 'trackio' or 'tensorboard:FOLDER', several separated "
@@ -216,8 +222,16 @@ def _settle(options: argparse.Namespace) -> tuple[AttemptLaunch, ServiceLocation
         on_nonfinite=str(hook_arguments.policy_of(options.on_nonfinite, explain=explain)),
         explain=explain,
         mirror=options.mirror or "",
+        trace="" if options.explain_at is None else _explained(options.explain_at),
     )
     return launch, ServiceLocation.of(options.service or "", url)
+
+
+def _explained(step: int) -> str:
+    from watchstep.trace.trace_steps import TraceSteps  # loaded for programs that trace only
+
+    TraceSteps.explaining(step)  # an invalid step would keep the program from being recorded
+    return f"explain:{step}"
 
 
 def _find(location: ServiceLocation, *, required: bool) -> FoundService | None:

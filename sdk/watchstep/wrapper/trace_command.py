@@ -18,11 +18,12 @@ from watchstep.platform.terminal_text import escaped_json, printable
 from watchstep.reading.run import open_run
 from watchstep.trace.alerts import InfNanAlert, alerts_of
 from watchstep.trace.debugger_v2 import is_debugger_v2, read_debugger_v2
-from watchstep.trace.operations import Operation, Trace
+from watchstep.trace.operations import Operation, Trace, TraceMode
 from watchstep.trace.origins import BadOrigin, Diagnosis, diagnose
-from watchstep.trace.report import render_diagnosis
+from watchstep.trace.report import render_diagnosis, render_unusual
 from watchstep.trace.stored_traces import find_trace, read_saved, saved_traces
 from watchstep.trace.trace_file import operation_data, read_trace
+from watchstep.trace.unusual import unusual_operations
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,6 +88,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
         sys.stdout.write(f"{escaped_json(json.dumps(_diagnosis_data(trace, diagnosis), indent=2))}\n")
     else:
         sys.stdout.write(render_diagnosis(trace, diagnosis, verbose=options.verbose))
+        if diagnosis.first is None and options.step is not None and trace.mode is TraceMode.STATISTICS:
+            sys.stdout.write(render_unusual(trace, unusual_operations(trace, options.step)))
     raise SystemExit(0 if diagnosis.first is None else 1)
 
 
