@@ -67,6 +67,11 @@ SOURCES: dict[str, dict[str, str]] = {
         "misprediction": "off by default; SageMaker's ClassImbalance uses 0.7",
         "examples": "ours: the share of fewer examples is not reliable",
     },
+    "invalid_objective": {
+        "fall": "ours: a loss that is never below zero has no reason to reach twice its first magnitude below it",
+        "rise": "ours: a classifier's first losses are those of a guess; three times as much is worse than any guess",
+        "endless": "ours: gains and log-likelihoods do not grow a thousandfold, and exponentially",
+    },
     "loss_not_decreasing": {
         "patience": "ours: longer than plateaus of small networks; increase it with a longer learning rate warm-up",
         "warmup": "ours: the median of ten losses does not depend on a single batch",

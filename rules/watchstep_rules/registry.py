@@ -22,6 +22,7 @@ from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInf
 from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValues
 from watchstep_rules.builtin.gradients.recompute_mismatch import RecomputeMismatch
 from watchstep_rules.builtin.gradients.vanishing_gradient import VanishingGradient
+from watchstep_rules.builtin.losses.invalid_objective import InvalidObjective
 from watchstep_rules.builtin.losses.loss_not_decreasing import LossNotDecreasing
 from watchstep_rules.builtin.losses.loss_spike import LossSpike
 from watchstep_rules.builtin.losses.lost_progress import LostProgress
@@ -112,6 +113,7 @@ RULES: dict[str, AnyRule] = {
         ExplodingGradient(),
         DeadRelu(),
         LossNotDecreasing(),
+        InvalidObjective(),
         OscillatingLoss(),
         Overfit(),
         SlowConvergence(),

@@ -14,6 +14,7 @@ LOSS_RISES = frozenset(
 """The loss leaps up, or back to where it began."""
 
 EXPLODES = LOSS_RISES | {
+    "invalid_objective",
     "nan_or_inf",
     "gradient_norm_spike",
     "weight_update_ratio",

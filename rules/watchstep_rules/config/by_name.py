@@ -23,6 +23,7 @@ from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInfParams
 from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValuesParams
 from watchstep_rules.builtin.gradients.recompute_mismatch import RecomputeMismatchParams
 from watchstep_rules.builtin.gradients.vanishing_gradient import VanishingGradientParams
+from watchstep_rules.builtin.losses.invalid_objective import InvalidObjectiveParams
 from watchstep_rules.builtin.losses.loss_not_decreasing import LossNotDecreasingParams
 from watchstep_rules.builtin.losses.loss_spike import LossSpikeParams
 from watchstep_rules.builtin.losses.lost_progress import LostProgressParams
@@ -128,6 +129,7 @@ input_image_mean = attachable("input_image_mean", InputImageMeanParams)
 io_bottleneck = attachable("io_bottleneck", IoBottleneckParams)
 learning_rate_scale = attachable("learning_rate_scale", LearningRateScaleParams)
 load_balance = attachable("load_balance", LoadBalanceParams)
+invalid_objective = attachable("invalid_objective", InvalidObjectiveParams)
 loss_not_decreasing = attachable("loss_not_decreasing", LossNotDecreasingParams)
 loss_spike = attachable("loss_spike", LossSpikeParams)
 lost_progress = attachable("lost_progress", LostProgressParams)
@@ -230,6 +232,7 @@ __all__ = [
     "hyperparameter_jump",
     "initialization_time",
     "input_image_mean",
+    "invalid_objective",
     "io_bottleneck",
     "learning_rate_scale",
     "load_balance",

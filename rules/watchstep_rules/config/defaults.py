@@ -10,6 +10,7 @@ _FOLLOW_FROM_NAN = (
     "dead_relu",
     "saturated_activation",
     "weight_not_updating",
+    "invalid_objective",
     "loss_not_decreasing",
     "slow_convergence",
     "oscillating_loss",
@@ -57,6 +58,9 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(rule="class_imbalance", severity="info"),
     RuleConfig(
         rule="loss_not_decreasing", severity="warning", hold=MinimumDuration(steps=5), keep_firing=_LOSSES
+    ),
+    RuleConfig(
+        rule="invalid_objective", severity="warning", hold=MinimumDuration(steps=3), keep_firing=_LOSSES
     ),
     RuleConfig(
         rule="slow_convergence", severity="warning", hold=MinimumDuration(steps=5), keep_firing=_LOSSES

@@ -47,6 +47,7 @@ _STAGES: tuple[tuple[str, ...], ...] = (
         "recompute_mismatch",
         "optimizer_not_stepping",
         "absent_from_optimizer",
+        "invalid_objective",
         "poor_initialization",
         "symmetric_units",
         "frozen_batch_norm",

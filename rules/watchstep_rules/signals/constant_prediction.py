@@ -174,9 +174,11 @@ def _guessed(shares: Floats) -> tuple[float, ...]:
     return squared / classes, squared, float(-(shares * np.log(shares)).sum())
 
 
-_CROSS_ENTROPIES = ("NllLoss", "NllLoss2D", "CrossEntropyLoss")
+CROSS_ENTROPIES = ("NllLoss", "NllLoss2D", "CrossEntropyLoss")
 _OF_TWO_CLASSES = ("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 _SQUARED = "MseLoss"
+CLASSIFIES = (*CROSS_ENTROPIES, *_OF_TWO_CLASSES)
+"""Loss functions of class labels."""
 
 
 def own_baseline(losses: tuple[float, ...] | None, function: str) -> int | None:
@@ -195,7 +197,7 @@ def own_baseline(losses: tuple[float, ...] | None, function: str) -> int | None:
         return 2 if round(losses[1] / losses[0]) == 2 else None
     if function == _SQUARED:
         return 0
-    return 2 if function in (*_CROSS_ENTROPIES, "") else None
+    return 2 if function in (*CROSS_ENTROPIES, "") else None
 
 
 def own_baselines(known: list[tuple[float, ...] | None], function: str) -> Floats:

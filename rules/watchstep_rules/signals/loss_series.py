@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
-from watchstep.format.tensors import TensorInfo
+from watchstep.format.tensors import OF_PROBABILITIES, TensorInfo
 from watchstep_rules.signals.tensor_selection import has_role, rows_where
 
 Kind = Literal["train", "eval"]
@@ -42,7 +42,8 @@ class LossSeries:
     Attributes:
         key: ``name/mode``.
         name: name of the loss.
-        function: function that computes it, as in `TensorInfo.module_type`; empty if unknown.
+        function: function that computes it, as in `TensorInfo.module_type`; empty if unknown. One with ``-`` is negated.
+        of_probabilities: whether the function expects logits or logarithms, and its input was the result of softmax or sigmoid.
         derived: whether it was found at ``backward()`` and named by its position among those found: the first is ``loss``.
         rows: its rows in the block, int64 of shape (n,).
         steps: steps of the rows, int64 of shape (n,).
@@ -53,6 +54,7 @@ class LossSeries:
     key: str
     name: str
     function: str
+    of_probabilities: bool
     derived: bool
     rows: NDArray[np.intp]
     steps: NDArray[np.int64]
@@ -100,7 +102,8 @@ def loss_series(context: Block, block: Block, kind: Kind) -> list[LossSeries]:
         LossSeries(
             key=key,
             name=block.info(int(rows[0])).name,
-            function=block.info(int(rows[0])).module_type,
+            function=block.info(int(rows[0])).module_type.removesuffix(OF_PROBABILITIES),
+            of_probabilities=block.info(int(rows[0])).module_type.endswith(OF_PROBABILITIES),
             derived=block.info(int(rows[0])).derived and block.mode_name(int(rows[0])) == "train",
             rows=rows,
             steps=block.step[rows],

@@ -84,6 +84,9 @@ ROLES = (
 )
 """Values of `TensorInfo.role`."""
 
+OF_PROBABILITIES = ":probabilities"
+"""End of the function of a loss, if the function expects logits or logarithms and its input was the result of softmax or sigmoid."""
+
 MAX_WORD_BYTES = 4096
 """Maximum length of a tensor's name or other word in UTF-8 bytes. Readers refuse segments with longer ones."""
 
@@ -129,7 +132,7 @@ class TensorInfo:
         name: Module path and kind, e.g. ``conv1.weight``, ``conv1.weight:gradient``, ``conv1:output``.
         collections: Collections of the tensor, sorted.
         module: Path of the module that owns it; empty for losses and metrics.
-        module_type: Name of the class, e.g. ``Conv2d``; for a loss, the function that computed it, e.g. ``NllLoss``, if known.
+        module_type: Name of the class, e.g. ``Conv2d``; for a loss, the function that computed it, e.g. ``NllLoss``, if known; ``-NllLoss`` if it is negated.
         role: what the tensor is, one of `ROLES`: ``weight``, ``gradient``, ``output``, ….
         order: Rank of the module in the order of registration. Rules use it as the depth.
         shape: Shape of the whole logical tensor at its first record.

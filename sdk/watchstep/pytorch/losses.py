@@ -27,7 +27,7 @@ from torch import Tensor
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.record import scalar_info
 from watchstep.capture.steps.recorder import Recorder
-from watchstep.format.tensors import Mode
+from watchstep.format.tensors import OF_PROBABILITIES, Mode
 from watchstep.kernels.measurement import Measurement
 from watchstep.pytorch import internals
 from watchstep.pytorch.kernel import TorchKernel
@@ -125,6 +125,9 @@ _VALUE_PRESERVING = frozenset(
     }
 )
 """Operations that do not change a loss, or average it over examples."""
+_NEGATES = "NegBackward"
+_OF_LOGARITHMS = frozenset({"NllLoss", "NllLoss2D"})
+_OF_LOGITS = frozenset({"BinaryCrossEntropyWithLogits"})
 _NONE, _MEAN = 0, 1  # `torch.nn._reduction.get_enum`
 _NUMBERED = re.compile(r"\d+$")
 
@@ -136,20 +139,40 @@ def loss_function(loss: Tensor) -> str:
         loss: A tensor of one element with its graph.
 
     Returns:
-        The name of autograd's node without ``Backward0``; empty if the loss has no graph, or is not the plain value of a loss
-        function, e.g. a sum or a product.
+        The name of autograd's node without ``Backward0``, after ``-`` if the loss is its negative, and before `OF_PROBABILITIES` if the function applies
+        softmax or sigmoid, or expects logarithms, and its input has been through softmax or sigmoid; empty if the loss has no graph, or is not the plain
+        value of a loss function, e.g. a sum or a product.
     """
     node: Any = loss.grad_fn
-    if node is None:
-        return ""
+    sign = ""
     for _ in range(_MAX_NODES):
+        if node is None:
+            return ""
         name = _operation(type(node).__name__)
-        if name not in _VALUE_PRESERVING:
+        if name == _NEGATES:
+            sign = "" if sign else "-"
+        elif name not in _VALUE_PRESERVING:
             kind = name.removesuffix("Backward")
             is_plain = internals.reduction_of(node, name) in {None, _NONE, _MEAN}
-            return kind if is_plain and ("Loss" in kind or "CrossEntropy" in kind) else ""
-        node = node.next_functions[0][0]
+            if not is_plain or not ("Loss" in kind or "CrossEntropy" in kind):
+                return ""
+            return f"{sign}{kind}{OF_PROBABILITIES if _reads_probabilities(node, kind) else ''}"
+        node = _first_input(node)
     return ""
+
+
+def _reads_probabilities(node: Any, kind: str) -> bool:
+    """Return whether the input of a loss function was the result of softmax or sigmoid, though the function applies it again, or expects logarithms."""
+    source = _first_input(node)
+    if kind in _OF_LOGARITHMS:
+        if _operation(type(source).__name__) == "LogSoftmaxBackward":
+            source = _first_input(source)
+        return _operation(type(source).__name__) == "SoftmaxBackward"
+    return kind in _OF_LOGITS and _operation(type(source).__name__) == "SigmoidBackward"
+
+
+def _first_input(node: Any) -> Any:
+    return node.next_functions[0][0] if node is not None and node.next_functions else None
 
 
 @functools.lru_cache(maxsize=256)

@@ -25,6 +25,7 @@ from tests.rules.builtin.losses import (
 from tests.rules.runs import all_at_once, first_message, found_by, steps_of
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep.format.block import Block, concatenate
+from watchstep.format.tensors import OF_PROBABILITIES
 from watchstep_rules.config.rule_config import RuleConfig
 
 # loss_not_decreasing
@@ -652,9 +653,61 @@ def runs_of(curves: dict[str, Curve]) -> dict[str, Block]:
     return {name: run_of(curve) for name, curve in curves.items()}
 
 
+@pytest.mark.parametrize(
+    ("level", "shapes", "fires"),
+    [
+        (LN10, [(32, 10)], True),
+        (LN10, [(32, 10, 4, 4)], True),
+        (LN10, [], False),
+        (LN10, [(32, 5)], False),
+        (LN10, [(32, 10), (32, 3)], False),
+        (0.9 * LN10, [(32, 10)], False),
+    ],
+)
+def test_a_guess_between_the_outputs_of_a_model_needs_no_labels(
+    level: float, shapes: list[tuple[int, ...]], fires: bool
+) -> None:
+    losses = run_of(noisy(level * FLAT[:150], 0.02), function="NllLoss")
+    outputs = [
+        Row(0, tensor(f"net{number}:output", "outputs", role="output", shape=shape), [0.1, 0.2])
+        for number, shape in enumerate(shapes)
+    ]
+    block = concatenate([losses, block_of(outputs)]) if outputs else losses
+    assert bool(firing_steps("loss_not_decreasing", block, 5)) == fires
+
+
+# invalid_objective
+
+
+NLL, STEPS = "NllLoss", np.arange(120)
+PROBABILITIES = f"{NLL}{OF_PROBABILITIES}"
+INVALID = {
+    "negated": run_of(noisy(-1.4 * np.exp(STEPS / 30), 0.05), function=f"-{NLL}"),
+    "of probabilities": run_of(noisy(falling(2.3, 1.5, 120, 30), 0.02), function=PROBABILITIES),
+    "rises from its start": run_of(noisy(LN10 * np.exp(STEPS / 40), 0.05), function=NLL),
+    "falls without an end": run_of(noisy(-0.1 * np.exp(STEPS / 8), 0.05)),
+}
+VALID = {
+    "negated, but maximized": run_of(noisy(falling(-2.3, -0.05, 120, 30), 0.05), function=f"-{NLL}"),
+    "negated, of adversaries that grow weaker": run_of(noisy(np.full(120, -2.0), 0.3), function=f"-{NLL}"),
+    "a log-likelihood of a density": run_of(noisy(3 - 0.2 * STEPS, 0.05)),
+    "a critic that grows": run_of(noisy(-0.01 - 0.5 * STEPS, 0.1)),
+    "a policy's gain": run_of(RNG(2).normal(size=120) * 0.1),
+    "a classifier that learns": run_of(noisy(falling(2.3, 0.1, 120, 30), 0.1), function=NLL),
+    "another task after the first": run_of(
+        noisy([*falling(2.3, 0.1, 60, 10), *falling(7.0, 1.0, 60, 10)], 0.05), function=NLL
+    ),
+    "a squared error of values that grow": run_of(noisy(0.1 * np.exp(STEPS / 20), 0.1), function="MseLoss"),
+    "a small loss that grows within what a guess has": run_of(
+        noisy(0.05 + STEPS * 0.003, 0.05), function=NLL
+    ),
+}
+
+
 CURVES = {
     "loss_not_decreasing": Curves(STUCK, LEARNING, hold=5),
     "slow_convergence": Curves(SLOW, FAST_ENOUGH, hold=5),
+    "invalid_objective": Curves(INVALID, VALID, hold=3, expected=range(9, 80)),
     "loss_spike": Curves(runs_of(SPIKES), runs_of(CALM), expected=range(171)),
     "lost_progress": Curves(LOST, PROGRESSING, hold=3, expected=range(201, 290)),
     "oscillating_loss": Curves(SWINGS, STEADY, hold=3),

@@ -233,6 +233,7 @@ WAIT_BY_THEMSELVES = {
     "absent_from_optimizer",
     "loss_spike",
     "gradients_cease",
+    "invalid_objective",
     "validation_loss_jump",
 }
 """They fire after several records, or when chance is ruled out."""
@@ -254,6 +255,7 @@ EXACT = {
 def test_one_fault_of_a_layer_or_loss_is_one_alert() -> None:
     lasting = {config.rule: config.timing.keep_steps for config in DEFAULT_RULES}
     assert {name for name, steps in lasting.items() if steps == 100} == {
+        "invalid_objective",
         "loss_not_decreasing",
         "slow_convergence",
         "oscillating_loss",

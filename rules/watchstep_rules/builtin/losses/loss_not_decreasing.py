@@ -8,10 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from watchstep.format import tensors
 from watchstep.format.block import Block
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals import constant_prediction
-from watchstep_rules.signals.constant_prediction import AgainstLabels, LabelState, against_labels
+from watchstep_rules.signals.constant_prediction import (
+    CROSS_ENTROPIES,
+    AgainstLabels,
+    LabelState,
+    against_labels,
+)
 from watchstep_rules.signals.loss_progress import Beginning, LossProgressColumns, lookback, progress
 from watchstep_rules.signals.loss_series import (
     LossSeries,
@@ -26,6 +32,8 @@ from watchstep_rules.signals.loss_series import (
 
 _MOST_NOISE = 0.4
 _ROUNDING = 1e-9
+_NEAR_GUESS = 0.01
+_BATCH_AND_CLASSES, _OF_IMAGES = 2, 4
 _UNSURE = 0.5  # standard errors by which a flat loss may have fallen
 
 
@@ -63,6 +71,7 @@ class LossNotDecreasingState(State):
         labels: the labels so far.
         others: the trends of metrics and validation losses.
         improved: the step since which one of these has improved.
+        classes: the number of outputs of the model for each example; 0 before it is known, and -1 if models differ.
     """
 
     series: dict[str, Beginning] = Field(default_factory=dict)
@@ -70,6 +79,7 @@ class LossNotDecreasingState(State):
     labels: LabelState = LabelState()
     others: dict[str, Trend] = Field(default_factory=dict)
     improved: int | None = None
+    classes: int = 0
 
 
 class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
@@ -86,6 +96,9 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
     loss keeps rising: ``level - earlier > 3 u``, and ``level`` is at least ``growth * start`` and above the loss of a constant prediction,
     or at least ``far * start`` without labels. A loss that jumped and falls since does not rise: in the newest fifth of the patience, the
     mean of the second half is below that of the first by two standard errors.
+
+    Without labels, the loss of a guess is ``log C`` for a cross-entropy of ``C`` outputs (from the shape of the model's output). A mean of the whole patience within 1 % of it
+    is a constant prediction, if the line through the losses never fell, and no metric has improved.
 
     The loss of a constant prediction depends on the loss function, which is recorded: cross-entropy or squared error. If the function is
     not known, class labels are assumed to be learned by cross-entropy.
@@ -113,13 +126,14 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
     """
 
     name = "loss_not_decreasing"
-    version = 2
+    version = 3
     summary = "the training loss makes no progress from its first values"
     needs = Needs(
         collections=("losses", "labels", "metrics"),
         roles=("loss", "label", "metric"),
         probes=("class_counts",),
         about=("loss",),
+        evidence=(tensors.OUTPUTS,),
         evidence_rows=0,
     )
     merge = "watermark"
@@ -159,6 +173,7 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         labels, baselines = constant_prediction.follow_labels(state.labels, block)
         names = first_steps(state.names, losses)
         others, improved = improvement(state.others, state.improved, context, block)
+        classes = _classes(state.classes, block)
         beginnings, findings = dict(state.series), {}
         for series in losses:
             columns, beginnings[series.key] = progress(
@@ -171,7 +186,9 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
                 constant_prediction.least_at(baselines, series.steps),
                 series.function,
             )
-            stays, rises = _verdict(params, columns, labels_verdict, as_flags(improved, series.steps))
+            has_improved = as_flags(improved, series.steps)
+            guesses = _guesses(columns, labels_verdict, has_improved, classes, series.function)
+            stays, rises = _verdict(params, columns, labels_verdict, has_improved, guesses)
             rises &= series.trailing(max(2, params.patience // 5), falls) != 1
             is_total = is_whole(series, names)
             for index in np.flatnonzero((stays | rises) & is_total):
@@ -179,7 +196,7 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
                     block, params, series, columns, int(index), rises=bool(rises[index])
                 )
         state = LossNotDecreasingState(
-            series=beginnings, names=names, labels=labels, others=others, improved=improved
+            series=beginnings, names=names, labels=labels, others=others, improved=improved, classes=classes
         )
         return state, [findings[row] for row in sorted(findings)]
 
@@ -203,11 +220,43 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         )
 
 
+def _classes(known: int, block: Block) -> int:
+    """Return the number of outputs of the model for each example, by the shapes of its outputs: ``(N, C, H, W)``, or ``(…, C)``."""
+    for info in block.catalogue:
+        if (
+            info.role != "output"
+            or tensors.OUTPUTS not in info.collections
+            or len(info.shape) < _BATCH_AND_CLASSES
+        ):
+            continue
+        number = info.shape[1] if len(info.shape) >= _OF_IMAGES else info.shape[-1]
+        if known not in {0, number}:
+            return -1
+        known = number
+    return known
+
+
+def _guesses(
+    seen: LossProgressColumns,
+    labels: AgainstLabels,
+    improved: NDArray[np.bool_],
+    classes: int,
+    function: str,
+) -> NDArray[np.bool_]:
+    """Return the rows at which a loss is that of a guess between the outputs of a model, though labels do not show it."""
+    if classes <= 1 or function not in CROSS_ENTROPIES:
+        return np.zeros(len(seen.level), np.bool_)
+    guess = math.log(classes)
+    is_near: NDArray[np.bool_] = np.abs(seen.mean - guess) <= _NEAR_GUESS * guess
+    return is_near & np.isnan(labels.own) & ~seen.fell & ~improved
+
+
 def _verdict(
     params: LossNotDecreasingParams,
     seen: LossProgressColumns,
     labels: AgainstLabels,
     improved: NDArray[np.bool_],
+    guesses: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return the rows at which a loss stays at its start, and the rows at which it rises far above."""
     level, start, unsure = seen.level, seen.start, seen.uncertainty
@@ -222,7 +271,7 @@ def _verdict(
     at_start = (fallen <= params.min_fall * start) & settled & unknown
     at_start |= (fallen <= np.maximum(params.min_fall * start, noise_fall)) & labels.above
     better = seen.mean + seen.mean_error < labels.least
-    stuck = (at_start & ~seen.fell & ~better) | (labels.constant & (level >= start / 2))
+    stuck = (at_start & ~seen.fell & ~better) | ((labels.constant | guesses) & (level >= start / 2))
     clear = seen.noise <= _MOST_NOISE * level
     stays = is_measurable & labels.told & clear & flat & stuck & ~was_lower
     required_ratio = np.where(labels.above, params.growth, params.far)
