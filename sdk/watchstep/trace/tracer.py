@@ -298,22 +298,35 @@ def _once(call: Callable[[], None]) -> Callable[[], None]:
     return first
 
 
+_observing: list[weakref.ref[Tracer]] = []
+_observed: list[Any] = []
+
+
 def _observe_optimizers(tracer: Tracer) -> None:
-    """Add hooks on optimizers that remain until the process ends, and keep no tracer alive."""
-    reference = weakref.ref(tracer)
+    """Follow when optimizers begin and end a step, until the tracer is gone.
 
-    def begins(optimizer: Any, *_: Any) -> None:
-        observed = reference()
-        if observed is not None and observed.current is not None:
-            observed.current.optimizer_begins(optimizer)
+    Hooks for all tracers are added once and remain: PyTorch raises if one is added while it calls those of a step, as where a second training is found at its first step.
+    """
+    _observing[:] = [reference for reference in _observing if reference() is not None]
+    _observing.append(weakref.ref(tracer))
+    if not _observed:
+        _observed.append(register_optimizer_step_pre_hook(_optimizer_begins))
+        _observed.append(register_optimizer_step_post_hook(_optimizer_ends))
 
-    def ends(*_: Any) -> None:
-        observed = reference()
-        if observed is not None and observed.current is not None:
-            observed.current.optimizer_ends()
 
-    register_optimizer_step_pre_hook(begins)
-    register_optimizer_step_post_hook(ends)
+def _running() -> list[_StepTrace]:
+    tracers = [reference() for reference in tuple(_observing)]
+    return [tracer.current for tracer in tracers if tracer is not None and tracer.current is not None]
+
+
+def _optimizer_begins(optimizer: Any, *_: Any) -> None:
+    for recording in _running():
+        recording.optimizer_begins(optimizer)
+
+
+def _optimizer_ends(*_: Any) -> None:
+    for recording in _running():
+        recording.optimizer_ends()
 
 
 def _compiles_nothing() -> bool:

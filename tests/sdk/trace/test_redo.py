@@ -376,6 +376,33 @@ def test_an_unchanged_program_names_the_line_by_one_option(tmp_path: Path) -> No
     assert f"at {program}:12 in <module>" in printed.errors
 
 
+FOLDS = """
+import torch
+
+try:
+    for fold in range(3):
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        x = torch.rand(320, 4)
+        x[300] *= -1 if fold == 2 else 1
+        for (x,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=8):
+            optimizer.zero_grad()
+            (model(x) - x.sum(1).log()).square().mean().backward()
+            optimizer.step()
+except SystemExit as stop:
+    print("exit code", stop.code)
+"""
+
+
+@pytest.mark.ci
+def test_trainings_that_follow_each_other_in_one_process_are_explained(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(FOLDS)
+    printed = record_program(program, folder=tmp_path, options=("--explain", "--store", tmp_path / "runs"))
+    assert "exit code 86" in printed.output, printed.errors
+    assert f"aten.log.default made the first NaN or infinity at {program}:12 in <module>" in printed.errors
+
+
 @pytest.mark.ci
 def test_the_bundle_of_a_run_is_computed_in_the_program_that_is_started_again(tmp_path: Path) -> None:
     program = tmp_path / "train.py"

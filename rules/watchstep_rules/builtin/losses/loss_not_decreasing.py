@@ -32,6 +32,7 @@ from watchstep_rules.signals.loss_series import (
 
 _MOST_NOISE = 0.4
 _ROUNDING = 1e-9
+_KNOWN_MEAN = 0.02
 _NEAR_GUESS = 0.01
 _BATCH_AND_CLASSES, _OF_IMAGES = 2, 4
 _UNSURE = 0.5  # standard errors by which a flat loss may have fallen
@@ -92,13 +93,13 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         level >= (1 - min_fall) * start                nor has it moved
 
     If labels are recorded, an alternative to the second condition is: the mean of the whole patience is the loss of the best constant
-    prediction (at most 3 % above, and no more than its standard error below), and at least half of ``start``. The rule also fires if the
+    prediction (at most 3 % above, and no more than its standard error below, which is at most 2 % of it), and at least half of ``start``. The rule also fires if the
     loss keeps rising: ``level - earlier > 3 u``, and ``level`` is at least ``growth * start`` and above the loss of a constant prediction,
     or at least ``far * start`` without labels. A loss that jumped and falls since does not rise: in the newest fifth of the patience, the
     mean of the second half is below that of the first by two standard errors.
 
-    Without labels, the loss of a guess is ``log C`` for a cross-entropy of ``C`` outputs (from the shape of the model's output). A mean of the whole patience within 1 % of it
-    is a constant prediction, if the line through the losses never fell, and no metric has improved.
+    Without labels, the loss of a guess is ``log C`` for a cross-entropy of ``C`` outputs (from the shape of the model's output). A mean of the whole patience within 1 % of it,
+    with a standard error of at most 1 %, is a constant prediction, if the line through the losses has fallen by at most half of a standard error, and no metric has improved.
 
     The loss of a constant prediction depends on the loss function, which is recorded: cross-entropy or squared error. If the function is
     not known, class labels are assumed to be learned by cross-entropy.
@@ -248,6 +249,7 @@ def _guesses(
         return np.zeros(len(seen.level), np.bool_)
     guess = math.log(classes)
     is_near: NDArray[np.bool_] = np.abs(seen.mean - guess) <= _NEAR_GUESS * guess
+    is_near &= (seen.mean_error <= _NEAR_GUESS * guess) & (seen.confidence <= _UNSURE)
     return is_near & np.isnan(labels.own) & ~seen.fell & ~improved
 
 
@@ -271,7 +273,9 @@ def _verdict(
     at_start = (fallen <= params.min_fall * start) & settled & unknown
     at_start |= (fallen <= np.maximum(params.min_fall * start, noise_fall)) & labels.above
     better = seen.mean + seen.mean_error < labels.least
-    stuck = (at_start & ~seen.fell & ~better) | ((labels.constant | guesses) & (level >= start / 2))
+    is_known = seen.mean_error <= _KNOWN_MEAN * level
+    guessed = (labels.constant | guesses) & is_known & (level >= start / 2)
+    stuck = (at_start & ~seen.fell & ~better) | guessed
     clear = seen.noise <= _MOST_NOISE * level
     stays = is_measurable & labels.told & clear & flat & stuck & ~was_lower
     required_ratio = np.where(labels.above, params.growth, params.far)
