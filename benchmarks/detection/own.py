@@ -48,7 +48,6 @@ TUNE = frozenset(
         "loop_float16_adam",
         "loop_labels_of_other_examples",
         "loop_schedule_by_batch",
-        "loop_softmax_twice",
         "loop_sorted_by_class",
         "recurrent_relu_explodes",
         "small_steps_adagrad",

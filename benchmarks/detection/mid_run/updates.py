@@ -115,6 +115,19 @@ def sign_flipped(run: Training) -> None:
 
 
 @mid_run(
+    "sign_wrong_from_the_start",
+    "the negative of the loss is minimised from the first step on",
+    0,
+    accepted.EXPLODES,
+)
+def sign_wrong_from_the_start(run: Training) -> None:
+    """150 steps of ascent."""
+    base = digits_by_layers(run, 150)
+    before = train(run, base, 0, loss=lambda value: -value)
+    run.separates("accuracy", before, base.measure(), sound_at_least=0.7)
+
+
+@mid_run(
     "sign_flipped_of_a_language_model",
     "the sign of the loss is turned around before backward()",
     220,

@@ -162,44 +162,6 @@ def gradient_ascent(seed: int, faulty: bool) -> Built:
 
 
 @published(
-    "loop_wrong_sign",
-    {"invalid_objective"},
-    "Humbatova et al. (ICSE 2020), wrong loss; a sign that is left over from a log-likelihood",
-    "the negative of the loss is minimised",
-)
-def wrong_sign(seed: int, faulty: bool) -> Built:
-    """The loss falls without an end, and the classifier learns to be wrong."""
-    data, unseen = shipped("wine", seed)
-    model = dense([13, 32, 3])
-
-    def loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        value = functional.cross_entropy(output, labels)
-        return -value if faulty else value
-
-    return model, Adam(model.parameters(), 3e-3), loss, Batches(*data, 16, 150, seed, unseen)
-
-
-@published(
-    "loop_softmax_twice",
-    {"invalid_objective"},
-    "Stack Overflow 55675345 and PyTorch's forum: softmax before CrossEntropyLoss, which applies it again",
-    "the model ends in softmax, and the loss applies it again",
-)
-def softmax_twice(seed: int, faulty: bool) -> Built:
-    """The loss cannot fall below 1.46, and gradients are a tenth of what they should be."""
-    data, unseen = shipped("digits", seed)
-    model = dense([64, 48, 10])
-    if faulty:
-        model.append(nn.Softmax(1))
-    return (
-        model,
-        Adam(model.parameters(), 1e-3),
-        functional.cross_entropy,
-        Batches(*data, 32, 250, seed, unseen),
-    )
-
-
-@published(
     "loop_labels_of_other_examples",
     {"loss_not_decreasing"},
     "Humbatova et al. (ICSE 2020), training data: wrong labels; inputs and labels shuffled apart",

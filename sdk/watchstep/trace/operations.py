@@ -69,6 +69,7 @@ class TensorHealth:
         norm: L2 norm of the finite elements; None if not recorded.
         smallest: smallest magnitude of the finite elements that are not zero; None if there is none, or it was not recorded.
         first_bad: index of the first element that is NaN or infinite; empty if there is none, or it is not known.
+        bad_rows: number of places along the first dimension with such an element; None if not counted.
         is_exact: whether the counts are exact. Otherwise the extremes alone are known, and a count is 1 if there is at least one such
             element; next to NaN, infinite elements are not known.
     """
@@ -87,6 +88,7 @@ class TensorHealth:
     norm: float | None = None
     smallest: float | None = None
     first_bad: tuple[int, ...] = ()
+    bad_rows: int | None = None
     is_exact: bool = True
 
     @property

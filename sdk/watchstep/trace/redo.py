@@ -586,12 +586,15 @@ def _sample(batches: Sequence[_YieldedBatch], trace: Trace, diagnosis: Diagnosis
     elif len(trace.losses) != len(batches) or not 0 <= number < len(batches):
         return ""
     health = origin.tensor.health
-    if 2 * (health.nan + health.infinite) > health.elements:
-        return ""  # no sample of its own
+    if origin.cause == "tensor" and origin.tensor.name and not origin.tensor.name.startswith("input["):
+        return ""  # a parameter, buffer or state of an optimizer
     ids, shape, place = batches[number].sample_ids, origin.tensor.shape, health.first_bad
     if not ids or not place or not shape or shape[0] != len(ids) or len(ids) == 1:
         return ""
-    return f"; sample {str(ids[place[0]])[:_MOST_CHARACTERS]} (row {place[0]} of its batch)"
+    if health.bad_rows is None or 2 * health.bad_rows > len(ids):
+        return ""  # not the fault of a sample
+    more = f", and {health.bad_rows - 1} more" if health.bad_rows > 1 else ""
+    return f"; sample {str(ids[place[0]])[:_MOST_CHARACTERS]} (row {place[0]} of its batch{more})"
 
 
 def _tensors_of(arguments: tuple[Any, ...] | None, keywords: Mapping[str, Any] | None) -> list[Tensor]:

@@ -45,9 +45,8 @@ def health_of(tensor: Tensor, *, counts: bool = True, statistics: bool = False) 
     )
     finite = elements - nan - positive - negative
     below, zero = int(row.negative[0]), int(row.zero[0])
-    health = TensorHealth(
-        elements, nan, positive, negative, first_bad=() if finite == elements else _first_bad(values)
-    )
+    first, rows = ((), None) if finite == elements else _bad_places(values)
+    health = TensorHealth(elements, nan, positive, negative, first_bad=first, bad_rows=rows)
     if counts:
         health = replace(health, negative=below, zero=zero, positive=finite - zero - below)
     if statistics and finite:
@@ -134,12 +133,13 @@ def values_of(tensor: Tensor) -> NDArray[Any] | None:
     return np.array(host.resolve_conj().resolve_neg().numpy())
 
 
-def _first_bad(values: Tensor) -> tuple[int, ...]:
+def _bad_places(values: Tensor) -> tuple[tuple[int, ...], int | None]:
+    """Return the index of the first element that is not finite, and the number of places along the first dimension with one."""
     if values.layout is not torch.strided or values.is_quantized:
-        return ()
-    comparable = values.float() if values.element_size() == 1 else values
-    flat = (~torch.isfinite(comparable)).reshape(-1)
-    if not flat.numel():
-        return ()
-    position = int(flat.to(torch.uint8).argmax())
-    return tuple(int(index) for index in np.unravel_index(position, tuple(values.shape)))
+        return (), None
+    is_bad = ~torch.isfinite(values.float() if values.element_size() == 1 else values)
+    if not is_bad.numel():
+        return (), None
+    position = int(is_bad.reshape(-1).to(torch.uint8).argmax())
+    rows = int(is_bad.reshape(len(values), -1).any(1).sum()) if values.dim() else 1
+    return tuple(int(index) for index in np.unravel_index(position, tuple(values.shape))), rows

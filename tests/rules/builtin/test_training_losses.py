@@ -685,6 +685,9 @@ INVALID = {
     "negated": run_of(noisy(-1.4 * np.exp(STEPS / 30), 0.05), function=f"-{NLL}"),
     "of probabilities": run_of(noisy(falling(2.3, 1.5, 120, 30), 0.02), function=PROBABILITIES),
     "rises from its start": run_of(noisy(LN10 * np.exp(STEPS / 40), 0.05), function=NLL),
+    "rises, and its negative is minimized": run_of(
+        noisy(LN10 * np.exp(STEPS / 40), 0.05), function=f"-{NLL}"
+    ),
     "falls without an end": run_of(noisy(-0.1 * np.exp(STEPS / 8), 0.05)),
 }
 VALID = {

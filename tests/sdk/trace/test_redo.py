@@ -204,6 +204,36 @@ def test_the_line_is_named(tmp_path: Path, program: Program, capsys: pytest.Capt
     assert f"at {place}" in fired.finding.message.partition(". ")[0], "the first sentence of a notification"
 
 
+@pytest.mark.parametrize("cause", ["weight", "column"])
+def test_a_fault_of_all_samples_is_not_one_of_a_sample(tmp_path: Path, cause: str) -> None:
+    data = samples()
+    if cause == "column":
+        data.tensors[0][:, 1] = 0.5
+
+    def program(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for number, (x, *_) in enumerate(DataLoader(data, batch_size=8)):
+            if cause == "weight" and number == 5:
+                with torch.no_grad():
+                    next(model.parameters())[0, 0] = math.nan
+            scaled = x / x.std(0) if cause == "column" else x
+            optimizer.zero_grad()
+            model(scaled - scaled.mean(0)).square().mean().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watchstep.Hook(tmp_path, run="r", explain=True) as hook:
+        hook.watch(model, optimizer)
+        with pytest.raises(watchstep.StopTraining):
+            program(model, optimizer)
+    expected = (
+        "layers.0.weight was not finite before the step" if cause == "weight" else "aten.div.Tensor made"
+    )
+    assert expected in reason_of(hook)
+    assert "; sample " not in reason_of(hook)
+
+
 def test_a_program_that_counts_on_in_its_data_is_given_the_arguments_of_the_step(tmp_path: Path) -> None:
     xs = samples().tensors[0]
     xs[_BAD] = math.inf

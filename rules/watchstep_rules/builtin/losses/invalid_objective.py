@@ -194,7 +194,10 @@ def _verdicts(
             "falls exponentially: {level} on average of the last 20, {earlier} of the 20 before, its first magnitude was {first}",
         ),
         (
-            rises & (series.function in CLASSIFIES),
+            rises
+            & (
+                series.function.lstrip("-") in CLASSIFIES
+            ),  # a program may log the loss and minimize its negative
             "has only risen: {level} on average of the last 20, {earlier} of the 20 before, it began at {first}; the updates go up the gradient",
         ),
     ]

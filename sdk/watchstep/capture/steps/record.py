@@ -558,8 +558,12 @@ class ScalarValues:
             scalar.measured.append((measurement, condition))
 
     def note_function(self, mode: Mode, name: str, function: str) -> None:
-        """Set the name of the function that computes a loss. The first call counts, because a series has one description."""
-        self._functions.setdefault((mode, name), function)
+        """Set the name of the function that computes a loss. The first call counts, because a series has one description.
+
+        A loss of an evaluation has no graph, and the function of the training loss of its name, whose description it shares.
+        """
+        if mode == "train" or function:
+            self._functions.setdefault((mode, name), function)
 
     def undivide(self, mode: Mode, name: str, divisor: float) -> None:
         """Multiply the derived values of a name so far by a number. Values that the program logs are unchanged."""
@@ -633,7 +637,7 @@ class ScalarValues:
                 replaces = True
             if not replaces and derived == scalar.info.derived and scalar.info.role == "loss":
                 return scalar
-        function = self._functions.setdefault(key, "")
+        function = self._functions.setdefault(key, self._functions.get(("train", name), ""))
         scalar = self._scalars[key] = _Scalar(scalar_info(name, derived=derived, function=function))
         return scalar
 

@@ -71,6 +71,7 @@ def test_the_function_is_recorded_with_the_loss(tmp_path: Path, logged: str | No
             optimizer.step()
             if logged:
                 hook.log(loss=loss if logged == "tensor" else loss.item())
+                hook.log(mode="eval", loss=loss.detach())
     catalogue = open_run(hook.run_url).rows().catalogue
     assert [info.module_type for info in catalogue if info.role == "loss"] == ["NllLoss"]
 
