@@ -235,9 +235,9 @@ class RunIndex:
 
     @property
     def memory(self) -> int:
-        """Approximate memory of its segments and manifest in bytes; catalogues have a separate limit."""
+        """Approximate memory of its segments, manifest and catalogues in bytes."""
         stored = [*self._segments.values(), *self._flights.values()]
-        return sum(segment.memory for segment in stored) + self._generations.memory
+        return sum(segment.memory for segment in stored) + self._generations.memory + self._catalogues.memory
 
     def _covers(self, key: SegmentKey) -> bool:
         return key.path in self._generations.sources

@@ -32,11 +32,13 @@ _TAIL_BYTES = 64 * 1024
 
 _WORDS: dict[str, tuple[str, ...]] = {"mode": MODES, "stage": STAGES}
 
-_MAX_CATALOGUE_BYTES = 256 * 1024 * 1024
-"""Memory limit of the catalogues of one run: some 300,000 different tensors."""
+_MAX_CATALOGUE_BYTES = 128 * 1024 * 1024
+"""Memory limit of the catalogues of one run: some 150,000 different tensors."""
 
 _MAX_PARSED_BYTES = 32 * 1024 * 1024
 """Limit of footer bytes of one run that are cached as parsed by pyarrow, which takes several times as much memory."""
+
+_PARSED_FACTOR = 4
 
 _FOOTER_BYTES, _CHUNK_BYTES = 4096, 512
 """Memory of an open object, and of each of its columns: measured with `tracemalloc`, and rounded up."""
@@ -59,7 +61,7 @@ class Catalogues:
     def __init__(self, max_bytes: int = _MAX_CATALOGUE_BYTES) -> None:
         self._catalogues: dict[bytes, tuple[TensorInfo, ...]] = {}
         self._tensors: dict[TensorInfo, TensorInfo] = {}
-        self._remaining = max_bytes
+        self._remaining = self._limit = max_bytes
         self._parsed_remaining = _MAX_PARSED_BYTES
         self._lock = threading.Lock()
 
@@ -74,6 +76,11 @@ class Catalogues:
             if packed not in self._catalogues:
                 self._catalogues[packed] = self._shared(packed)
             return self._catalogues[packed]
+
+    @property
+    def memory(self) -> int:
+        """Approximate memory in bytes, that of parsed footers included, which take several times their size."""
+        return self._limit - self._remaining + _PARSED_FACTOR * (_MAX_PARSED_BYTES - self._parsed_remaining)
 
     def keeps_parsed(self, size: int) -> bool:
         """Reserve memory for a parsed footer. Returns False if it does not fit."""

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from tests.infra.compose import ROOT
 from tests.services.recording import Recording
-from watchstep.format.layout import RUN_DOCUMENT
+from watchstep.format.catalogue import catalogue_bytes
+from watchstep.format.layout import RUN_DOCUMENT, SCHEMA_VERSION
+from watchstep.format.tensors import TensorInfo
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.run import Run
 from watchstep.store.store import Store
@@ -76,6 +78,35 @@ def test_documents_of_opened_runs_count_as_memory(
         content = json.loads(store.get(RUN_DOCUMENT))
         content["config"] = {"many": [[]] * (1_000 if name == "b" else 0)}
         store.put(RUN_DOCUMENT, json.dumps(content).encode())
+        with opened.open(store, ReadBudget(10, 100)) as run:
+            first = run
+        with opened.open(store, ReadBudget(10, 100)) as again:
+            assert (again is first) == (name != "b")
+
+
+def test_descriptions_of_tensors_of_opened_runs_count_as_memory(
+    stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest of some hundred kilobytes may name a hundred megabytes of tensors."""
+    opened = OpenedRuns()
+    monkeypatch.setattr(state, "_MOST_BYTES", 10_000_000)
+    infos = tuple(TensorInfo(f"{number}.{'a' * 3000}", ("weights",), "weight") for number in range(4000))
+    attempt = {
+        "attempt": "b",
+        "started_ns": 0,
+        "catalogue": catalogue_bytes(infos).decode(),
+        "segments": [],
+        "recent": None,
+    }
+    manifest = {
+        "schema": SCHEMA_VERSION,
+        "generation": 1,
+        "created_ns": 1,
+        "sources": [],
+        "attempts": [attempt],
+    }
+    stores["b"].put("compacted/0000000001/manifest.json", json.dumps(manifest).encode())
+    for name, store in stores.items():
         with opened.open(store, ReadBudget(10, 100)) as run:
             first = run
         with opened.open(store, ReadBudget(10, 100)) as again:
