@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from watchstep_launch.backend import JobHandle as JobHandle
     from watchstep_launch.backend import JobStatus as JobStatus
     from watchstep_launch.backend import Launch as Launch
-    from watchstep_launch.backends.aws.batch import AwsBatch as AwsBatch
     from watchstep_launch.backends.aws.sagemaker import SageMaker as SageMaker
     from watchstep_launch.backends.command import Command as Command
     from watchstep_launch.backends.kubernetes.backend import Kubernetes as Kubernetes
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from watchstep_launch.relaunch import requeue as requeue
 
 _MODULES = {
-    "AwsBatch": "backends.aws.batch",
     "Backend": "backend",
     "BackendModel": "backend",
     "Command": "backends.command",
@@ -48,7 +46,6 @@ _MODULES = {
 """Name → module in this package. Modules are imported on first use, so that an unused backend costs nothing."""
 
 __all__ = [
-    "AwsBatch",
     "Backend",
     "BackendModel",
     "Command",

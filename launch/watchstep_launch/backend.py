@@ -300,7 +300,6 @@ def read_part(path: Path, cursor: str) -> LogPart:
 
 
 KINDS: dict[str, tuple[str, str]] = {
-    "aws_batch": ("watchstep_launch.backends.aws.batch", "AwsBatch"),
     "command": ("watchstep_launch.backends.command", "Command"),
     "kubernetes": ("watchstep_launch.backends.kubernetes.backend", "Kubernetes"),
     "local": ("watchstep_launch.backends.local.backend", "Local"),

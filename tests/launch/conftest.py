@@ -9,9 +9,7 @@ import pytest
 
 from tests.conftest import S3
 from tests.launch.backends.aws import aws_stand_in as stand_ins
-from tests.launch.backends.aws.aws_bench import make_queue
 from tests.launch.backends.aws.aws_stand_in import StandIn
-from tests.launch.backends.aws.batch_stand_in import BatchStandIn
 from tests.launch.backends.aws.sagemaker_stand_in import SageMakerStandIn
 from tests.launch.backends.ray import ray_cluster as rays
 from tests.launch.backends.ray.ray_cluster import RayCluster
@@ -55,27 +53,18 @@ def ray_cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture
 def stand_in(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """Before moto, for what moto lacks; the environment leads clients of SageMaker and of Batch to it."""
+    """Before moto, for what moto lacks; the environment leads clients of SageMaker to it."""
     s3.make_bucket("jobs")
     folder = tmp_path / "aws"
     folder.mkdir()
     with stand_ins.serving(s3.endpoint, folder) as server:
         server.workdir = tmp_path
         monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER", server.url)
-        monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", server.url)
         yield server
 
 
 @pytest.fixture
 def sagemaker(stand_in: StandIn) -> Iterator[SageMakerStandIn]:
     held = SageMakerStandIn(stand_in)
-    yield held
-    held.close()
-
-
-@pytest.fixture
-def batch(s3: S3, stand_in: StandIn) -> Iterator[BatchStandIn]:
-    held = BatchStandIn(stand_in)
-    make_queue(s3)
     yield held
     held.close()

@@ -1,1 +1,1 @@
-"""Jobs of AWS Batch and Amazon SageMaker."""
+"""Jobs of Amazon SageMaker."""

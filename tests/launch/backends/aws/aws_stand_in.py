@@ -1,4 +1,4 @@
-"""A STAND-IN, NOT AWS: what moto lacks of SageMaker's training jobs and of Batch, in front of moto.
+"""A STAND-IN, NOT AWS: what moto lacks of SageMaker's training jobs, in front of moto.
 
 Moto takes each request first, and what it refuses is refused. What it does not do is done here: a job's command runs as a
 process of this machine, as the container's would; its output goes to moto's CloudWatch Logs; its state is that process's; it can be
@@ -46,7 +46,7 @@ class Asked:
     """One call.
 
     Attributes:
-        service: "sagemaker" or "batch".
+        service: "sagemaker".
         operation: as the model names it.
         body: what was asked.
         forward: asks moto the same, or something else; gives its answer.
@@ -116,17 +116,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _asked(self, body: bytes) -> Asked:
         target = self.headers.get("X-Amz-Target", "")
-        if target.startswith("SageMaker."):
-            service, operation = "sagemaker", target.partition(".")[2]
-        else:
-            service, operation = "batch", _operations_of_batch()[self.path.rsplit("/", 1)[-1]]
+        service, operation = "sagemaker", target.partition(".")[2]
         held = json.loads(body)
         check(_model(service).operation_model(operation).input_shape, held, operation)
 
         def forward(path: str = self.path, asked: Any = held, name: str = operation) -> dict[str, Any]:
             headers = {key: value for key, value in self.headers.items() if key.lower() not in _KEPT}
-            if target:
-                headers["X-Amz-Target"] = f"SageMaker.{name}"
+            headers["X-Amz-Target"] = f"SageMaker.{name}"
             data = json.dumps(asked).encode()
             call = urllib.request.Request(self.stand_in.moto + path, data, headers, method="POST")
             try:
@@ -226,11 +222,3 @@ def _require(holds: bool, place: str, why: str) -> None:
 @functools.cache
 def _model(service: str) -> Any:
     return botocore.session.get_session().get_service_model(service)
-
-
-@functools.cache
-def _operations_of_batch() -> dict[str, str]:
-    """The end of a path → the operation."""
-    model = _model("batch")
-    uris = {name: model.operation_model(name).http["requestUri"] for name in model.operation_names}
-    return {uri.rsplit("/", 1)[-1]: name for name, uri in uris.items()}

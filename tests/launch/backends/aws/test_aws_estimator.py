@@ -1,4 +1,4 @@
-"""Three lines on SageMaker and on Batch: recorded on S3, judged by a real service beside them, stopped by the rule.
+"""Three lines on SageMaker: recorded on S3, judged by a real service beside them, stopped by the rule.
 
 On a stand-in before moto, whose containers are processes of this machine: no AWS was met.
 """
@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 from tests.conftest import S3
-from tests.launch.backends.aws.aws_bench import BATCH, SAGEMAKER
-from tests.launch.backends.aws.batch_stand_in import BatchStandIn
+from tests.launch.backends.aws.aws_bench import SAGEMAKER
 from tests.launch.backends.aws.sagemaker_stand_in import SageMakerStandIn
 from tests.launch.test_estimator import TRAIN
 from tests.services.jobs import eventually
 from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
-from watchstep_launch import AwsBatch, Estimator, Job, SageMaker
+from watchstep_launch import Estimator, Job, SageMaker
 from watchstep_rules import non_finite_values
 
 pytestmark = pytest.mark.release
@@ -49,37 +48,20 @@ def _gone(path: Path) -> bool:
     return not path.exists()
 
 
-def test_a_fault_is_stopped_by_its_rule(
-    folder: Path, sagemaker: SageMakerStandIn, batch: BatchStandIn
-) -> None:
-    backends: dict[str, Any] = {
-        "sagemaker": SageMaker(**SAGEMAKER),
-        "aws_batch": AwsBatch(**{**BATCH, "attempts": 3}),
-    }
-    launched: dict[str, Job] = {}
-    for kind, backend in backends.items():
-        rules = [non_finite_values().stop()]
-        estimator = Estimator(
-            "train.py",
-            backend=backend,
-            store="s3://runs/all",
-            rules=rules,
-            arguments=("12", "100000"),
-            folder=folder,
-        )
-        launched[kind] = estimator.fit(wait=False)
-    for kind, job in launched.items():
-        events = {event.type.removeprefix("io.watchstep."): event.data for event in job.events()}
-        assert events["alert.firing"]["step"] == 12
-        assert events["alert.firing"]["finding"]["tensor"]
-        assert (events["stop.done"]["how"], events["run.ended"]["state"]) == ("cooperative", "stopped")
-        status = job.wait(SECONDS)
-        assert (status.state, status.exit_code) == ("ended", EXIT_STOPPED)
-        assert b"trained to the end" not in b"".join(job.logs())
-        taken_up = Job.reattach(job.id)
-        assert (taken_up.handle, taken_up.status().exit_code) == (job.handle, EXIT_STOPPED)
-        assert backends[kind].jobs() == []
-    again = Estimator(
-        "train.py", backend=backends["sagemaker"], store="s3://runs/all", arguments=("-1", "3"), folder=folder
-    )
-    assert again.fit(run=launched["sagemaker"].id).status().exit_code == EXIT_TOMBSTONE
+def test_a_fault_is_stopped_by_its_rule(folder: Path, sagemaker: SageMakerStandIn) -> None:
+    backend = SageMaker(**SAGEMAKER)
+    given: dict[str, Any] = {"backend": backend, "store": "s3://runs/all", "folder": folder}
+    rules = [non_finite_values().stop()]
+    job = Estimator("train.py", rules=rules, arguments=("12", "100000"), **given).fit(wait=False)
+    events = {event.type.removeprefix("io.watchstep."): event.data for event in job.events()}
+    assert events["alert.firing"]["step"] == 12
+    assert events["alert.firing"]["finding"]["tensor"]
+    assert (events["stop.done"]["how"], events["run.ended"]["state"]) == ("cooperative", "stopped")
+    status = job.wait(SECONDS)
+    assert (status.state, status.exit_code) == ("ended", EXIT_STOPPED)
+    assert b"trained to the end" not in b"".join(job.logs())
+    taken_up = Job.reattach(job.id)
+    assert (taken_up.handle, taken_up.status().exit_code) == (job.handle, EXIT_STOPPED)
+    assert backend.jobs() == []
+    again = Estimator("train.py", arguments=("-1", "3"), **given)
+    assert again.fit(run=job.id).status().exit_code == EXIT_TOMBSTONE

@@ -11,46 +11,35 @@ import pytest
 from pydantic import ValidationError
 
 from tests.conftest import S3
-from tests.launch.backends.aws.aws_bench import BATCH, ROLE, SAGEMAKER
+from tests.launch.backends.aws.aws_bench import ROLE, SAGEMAKER
 from tests.launch.backends.aws.aws_stand_in import ACCOUNT, REGION, LostError, RefusalError, StandIn
-from tests.launch.backends.aws.batch_stand_in import BatchStandIn
 from tests.launch.backends.aws.sagemaker_stand_in import SageMakerStandIn
 from tests.services.redis import free_port
 from tests.services.stores.iam import Request, allowed
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import Backend, BackendDownError, CredentialsExpiredError, JobHandle, Launch
-from watchstep_launch.backends.aws.batch import AwsBatch
 from watchstep_launch.backends.aws.calls import Aws, AwsModel
 from watchstep_launch.backends.aws.sagemaker import SageMaker
 
 SAGEMAKER_JOB = JobHandle(
     "sagemaker", "j", {"arn": f"arn:aws:sagemaker:{REGION}:{ACCOUNT}:training-job/j", "created": 1}
 )
-BATCH_JOB = JobHandle("aws_batch", "j", {"arn": f"arn:aws:batch:{REGION}:{ACCOUNT}:job/j", "created": 1})
-DESCRIBE = {"sagemaker": "DescribeTrainingJob", "batch": "DescribeJobs"}
+DESCRIBE = "DescribeTrainingJob"
 DOCS = Path(__file__).parents[4] / "docs" / "launch"
 TAG = {"aws:ResourceTag/watchstep": "1"}
 ANY = "*"
 Call = tuple[str, str, dict[str, Any]]
 
 
-def asked(service: str) -> Callable[[], Any]:
+@pytest.fixture
+def look(stand_in: StandIn) -> Callable[[], Any]:
     """A look at a job that is none."""
-    backend: Any = SageMaker(**SAGEMAKER) if service == "sagemaker" else AwsBatch(**BATCH)
-    job = SAGEMAKER_JOB if service == "sagemaker" else BATCH_JOB
-    return lambda: backend.status(job)
-
-
-@pytest.fixture(params=["sagemaker", "batch"])
-def service(request: pytest.FixtureRequest, stand_in: StandIn) -> str:
-    makes: Any = {"sagemaker": SageMakerStandIn, "batch": BatchStandIn}[request.param]
-    makes(stand_in)
-    return str(request.param)
+    SageMakerStandIn(stand_in)
+    return lambda: SageMaker(**SAGEMAKER).status(SAGEMAKER_JOB)
 
 
 @pytest.mark.ci
-def test_refusals_are_told_apart(service: str, stand_in: StandIn) -> None:
-    look = asked(service)
+def test_refusals_are_told_apart(look: Callable[[], Any], stand_in: StandIn) -> None:
     for code, status, expected in [
         ("ThrottlingException", 400, BackendDownError), ("TooManyRequestsException", 429, BackendDownError),
         ("ServerException", 500, BackendDownError), ("InternalFailure", 503, BackendDownError),
@@ -58,20 +47,21 @@ def test_refusals_are_told_apart(service: str, stand_in: StandIn) -> None:
         ("UnrecognizedClientException", 403, CredentialsExpiredError), ("InvalidSignatureException", 403, CredentialsExpiredError),
         ("SomethingNew", 400, BackendDownError),
     ]:  # fmt: skip
-        stand_in.faults[DESCRIBE[service]] = [RefusalError(code, "said so", status)] * 2
+        stand_in.faults[DESCRIBE] = [RefusalError(code, "said so", status)] * 2
         with pytest.raises(expected, match="said so"):
             look()
         stand_in.faults.clear()
-    stand_in.faults[DESCRIBE[service]] = [LostError()]
+    stand_in.faults[DESCRIBE] = [LostError()]
     assert look().state == "vanished"  # asked once more
-    stand_in.faults[DESCRIBE[service]] = [LostError(), LostError()]
+    stand_in.faults[DESCRIBE] = [LostError(), LostError()]
     with pytest.raises(BackendDownError, match="does not answer"):
         look()
 
 
 @pytest.mark.ci
-def test_credentials_that_come_later_are_found(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    look = asked(service)
+def test_credentials_that_come_later_are_found(
+    look: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as without:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             without.delenv(name)
@@ -95,32 +85,24 @@ def test_a_role_is_taken(stand_in: StandIn, s3: S3, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_region_is_the_jobs_own_or_named(
-    service: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    look: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
-    assert asked(service)().state == "vanished"  # by its ARN
-    backend: Any = (
-        SageMaker(**SAGEMAKER)
-        if service == "sagemaker"
-        else AwsBatch(**{**BATCH, "image": None, "job_definition": "d"})
-    )
+    assert look().state == "vanished"  # by its ARN
     with pytest.raises(ConfigError, match="no region"):
-        backend.submit(Launch(("true",), {}, tmp_path, name="ws-1"))
+        SageMaker(**SAGEMAKER).submit(Launch(("true",), {}, tmp_path, name="ws-1"))
 
 
-def test_nobody_answers(service: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv(f"AWS_ENDPOINT_URL_{service.upper()}", f"http://127.0.0.1:{free_port()}")
-    backend: Any = (
-        SageMaker(**SAGEMAKER)
-        if service == "sagemaker"
-        else AwsBatch(**{**BATCH, "image": None, "job_definition": "d"})
-    )
+@pytest.mark.usefixtures("stand_in")
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER", f"http://127.0.0.1:{free_port()}")
+    backend = SageMaker(**SAGEMAKER)
     with pytest.raises(BackendDownError):
         backend.submit(Launch(("true",), {}, tmp_path, name="ws-1"))
     for call in (backend.status, backend.stop, backend.kill):
         with pytest.raises(BackendDownError):
-            call(SAGEMAKER_JOB if service == "sagemaker" else BATCH_JOB)
+            call(SAGEMAKER_JOB)
 
 
 def test_what_cannot_be_written() -> None:
@@ -131,8 +113,7 @@ def test_what_cannot_be_written() -> None:
 
 def policy(name: str) -> str:
     """A policy of the docs."""
-    page = {"sagemaker": "sagemaker.md", "batch": "aws-batch.md"}[name.split(maxsplit=1)[0]]
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text = (DOCS / "sagemaker.md").read_text(encoding="utf-8")
     (found,) = re.findall(rf"<!-- policy: {name} -->\n```json\n(.*?)```", text, re.DOTALL)
     return str(found)
 
@@ -156,32 +137,12 @@ def requests(call: Call) -> list[Request]:
         group = arn("logs", f"log-group:{asked['logGroupName']}:")
         return [Request(f"logs:{action}", f"{group}log-stream:{stream}" if stream else group)]
     action = f"{service}:{''.join(part.title() for part in operation.split('_'))}"
-    if service == "sagemaker":
-        name = asked.get("TrainingJobName") or asked.get("ResourceArn", "").rpartition("/")[2]
-        job = arn("sagemaker", f"training-job/{name}")
-        if operation == "create_training_job":
-            tags = Request("sagemaker:AddTags", job)
-            return [Request(action, job), tags, passing(asked["RoleArn"], "sagemaker.amazonaws.com")]
-        return [Request(action, ANY if operation == "list_training_jobs" else job, TAG)]
-    tagging = {"aws:RequestTag/watchstep": asked.get("tags", {}).get("watchstep", "")}
-    if operation == "submit_job":
-        queue = Request(action, arn("batch", f"job-queue/{asked['jobQueue']}"))
-        definition = asked["jobDefinition"].partition(":job-definition/")[2]
-        return [
-            queue, Request(action, arn("batch", f"job-definition/{definition}")),
-            Request("batch:TagResource", arn("batch", "job/j"), tagging),
-        ]  # fmt: skip
-    if operation == "register_job_definition":
-        definition = arn("batch", f"job-definition/{asked['jobDefinitionName']}")
-        container = asked["containerProperties"]
-        roles = [container[name] for name in ("jobRoleArn", "executionRoleArn")]
-        return [
-            Request(action, definition), Request("batch:TagResource", definition, tagging),
-            *(passing(role, "ecs-tasks.amazonaws.com") for role in roles),
-        ]  # fmt: skip
-    return [
-        Request(action, arn("batch", f"job/{asked['jobId']}") if operation == "terminate_job" else ANY, TAG)
-    ]
+    name = asked.get("TrainingJobName") or asked.get("ResourceArn", "").rpartition("/")[2]
+    job = arn("sagemaker", f"training-job/{name}")
+    if operation == "create_training_job":
+        tags = Request("sagemaker:AddTags", job)
+        return [Request(action, job), tags, passing(asked["RoleArn"], "sagemaker.amazonaws.com")]
+    return [Request(action, ANY if operation == "list_training_jobs" else job, TAG)]
 
 
 @pytest.fixture
@@ -257,33 +218,3 @@ def test_sagemakers(sagemaker: SageMakerStandIn, calls: list[Call], tmp_path: Pa
         Request("sagemaker:DescribeTrainingJob", mine),
     ):
         assert allowed(request, policy("sagemaker job")), request
-
-
-@pytest.mark.ci
-def test_batchs(batch: BatchStandIn, calls: list[Call], tmp_path: Path) -> None:
-    batch.holds = True
-    backend = AwsBatch(**BATCH, job_role=ROLE, execution_role=f"arn:aws:iam::{ACCOUNT}:role/agents")
-    job = launch(backend, tmp_path)
-    assert {operation for _, operation, _ in calls} >= {
-        "register_job_definition",
-        "list_jobs",
-        "terminate_job",
-    }
-    all_allowed(calls, "batch launcher")
-    stopper = AwsBatch()
-    stopper.status(job)
-    stopper.stop(job)
-    stopper.reattach(job.id)
-    all_allowed([*calls, ("batch", "terminate_job", {"jobId": job.id})], "batch service")
-    theirs = arn("batch", "job/theirs")
-    for name, request in [
-        ("launcher", Request("batch:TerminateJob", theirs)),
-        ("launcher", Request("batch:TagResource", theirs, {"aws:RequestTag/watchstep": ""})),
-        ("launcher", Request("batch:SubmitJob", arn("batch", "job-queue/others"))),
-        ("launcher", Request("batch:SubmitJob", arn("batch", "job-definition/others:1"))),
-        ("launcher", Request("batch:DeregisterJobDefinition", arn("batch", "job-definition/watchstep-1:1"))),
-        ("launcher", passing(f"arn:aws:iam::{ACCOUNT}:role/admin", "ecs-tasks.amazonaws.com")),
-        ("service", Request("batch:TerminateJob", theirs)),
-        ("service", Request("batch:SubmitJob", arn("batch", "job-queue/gpu"))),
-    ]:
-        assert not allowed(request, policy(f"batch {name}")), request
