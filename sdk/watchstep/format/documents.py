@@ -41,6 +41,12 @@ _MANY_DIGITS = re.compile(rb"(?<![0-9])[0-9]{%d}" % _MOST_DIGITS)
 first digit of each number, so that its time does not."""
 
 
+_LONE_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
+"""No program of ours writes one. Their replacement parses a text a second time, so that texts of a megabyte or more with one are refused."""
+
+
 class OversizedJsonError(ValueError):
     """The objects of a text could exceed the memory limit."""
 
@@ -48,7 +54,7 @@ class OversizedJsonError(ValueError):
 def parse_json(
     data: bytes, limit: int, unique: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
 ) -> Any:
-    """Parse a JSON text. Lone surrogates, which UTF-8 and databases do not accept, become question marks.
+    """Parse a JSON text. Lone surrogates, which UTF-8 and databases do not accept, become question marks; texts of a megabyte or more with one are refused.
 
     Args:
         data: The text in UTF-8.
@@ -66,6 +72,10 @@ def parse_json(
         )
     parsed = _parsed(data, unique)
     if b"\\ud" in data or b"\\uD" in data:
+        if len(data) >= _MIB:
+            if _LONE_SURROGATE.search(data):
+                raise ValueError("a lone surrogate in a text of a megabyte or more")
+            return parsed
         return json.loads(json.dumps(parsed, ensure_ascii=False).encode("utf-8", "replace"))
     return parsed
 

@@ -81,6 +81,54 @@ class ReadBudget:
         return max(0.0, self._deadline - time.monotonic())
 
 
+class LongTexts:
+    """Turns for parsing long texts, of queries with a budget. Thread-safe.
+
+    Python parses a text in one go, during which no other thread runs. So one is parsed at a time, and after it no other for four times as long as it took.
+    """
+
+    _LONG = 1024 * 1024
+    _PAUSE = 4.0
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._next = 0.0
+
+    @contextmanager
+    def turn(self, size: int, budget: ReadBudget | None) -> Iterator[None]:
+        """Wait for the turn of a text, and have it within the block.
+
+        Args:
+            size: bytes of the text.
+            budget: its time limits the wait; None for a program that reads by itself, and does not wait.
+
+        Raises:
+            OverBudgetError: the budget's time is exceeded.
+        """
+        if size < self._LONG or budget is None:
+            yield
+            return
+        if not self._turn.acquire(timeout=budget.remaining_seconds):
+            raise OverBudgetError("other queries read long documents", "retry in some seconds")
+        began = None
+        try:
+            pause = self._next - time.monotonic()
+            if pause > 0:
+                time.sleep(min(pause, budget.remaining_seconds))
+                budget.check()
+            began = time.monotonic()
+            yield
+        finally:
+            now = time.monotonic()
+            if began is not None:
+                self._next = now + self._PAUSE * (now - began)
+            self._turn.release()
+
+
+LONG_TEXTS = LongTexts()
+"""Those of this process."""
+
+
 MAX_BYTES = 384 * 1024 * 1024
 """Limit of decoded bytes of all objects together. One object has at most 256 MiB, so each fits."""
 

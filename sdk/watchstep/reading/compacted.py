@@ -25,7 +25,7 @@ from watchstep.format.layout import SCHEMA_VERSION, check_schema
 from watchstep.format.segment import check_constants
 from watchstep.format.segment_checks import MAX_BYTES, MAX_ROWS, whole
 from watchstep.format.tensors import MODES, TensorInfo
-from watchstep.reading.budget import ReadBudget
+from watchstep.reading.budget import LONG_TEXTS, ReadBudget
 from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
 from watchstep.store.store import Store
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 COMPACTED = "compacted/"
 MAX_MANIFEST = 64 * 1024 * 1024
-_MAX_MEMORY = 192 * 1024 * 1024
+_MAX_MEMORY = 96 * 1024 * 1024
 """A manifest of a million segments takes this: some 200 bytes for each. One that is larger is not used, and the segments are read."""
 
 _GENERATION = re.compile(r"compacted/([0-9]{10})/(.+)")
@@ -366,7 +366,8 @@ class Generations:
         key = manifest_key(generation)
         try:
             data = self._store.get(key, limit=MAX_MANIFEST)
-            manifest = decode(data, key)
+            with LONG_TEXTS.turn(len(data), budget):
+                manifest = decode(data, key)
             if manifest.generation != generation:
                 return False  # a generation that is distrusted must not come back under another number
             attempts = {}

@@ -186,6 +186,16 @@ def test_no_text_takes_more_than_is_counted(data: bytes) -> None:
     assert memory.peak <= memory_needed(data) < 6 * memory.peak
 
 
+@pytest.mark.parametrize("text", [r"\ud800", r"\ude00", r"\ud83d\ude00\ude00"])
+def test_long_texts_with_lone_surrogates_are_refused(text: str) -> None:
+    """A second pass over sixteen megabytes would keep all other threads waiting for a second."""
+    long = b'["' + b"a" * 2**20 + b'","' + text.encode() + b'"]'
+    with pytest.raises(ValueError, match="lone surrogate"):
+        parse_json(long, 2**30)
+    paired = b'["' + b"a" * 2**20 + rb'","\ud83d\ude00"]'
+    assert parse_json(paired, 2**30)[1] == "\U0001f600"
+
+
 def test_lone_surrogates_become_question_marks() -> None:
     text = rb'{"reason": "no file \udce9", "face": "\uD83D\uDE00", "nan": NaN, "n": [1, 2.5]}'
     parsed = parse_json(text, 10_000)

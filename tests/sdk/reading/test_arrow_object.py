@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from watchstep.format.statistics import COUNT_COLUMNS
 from watchstep.format.tensors import Placement
 from watchstep.reading import arrow_object, parquet_object
 from watchstep.reading.arrow_object import ArrowObject, open_segment
-from watchstep.reading.budget import DecodingMemory, OverBudgetError, ReadBudget
+from watchstep.reading.budget import DecodingMemory, LongTexts, OverBudgetError, ReadBudget
 from watchstep.reading.columns import Selection
 from watchstep.reading.compaction import compact
 from watchstep.reading.parquet_object import Catalogues
@@ -406,3 +407,18 @@ def test_a_question_that_is_too_large_is_refused(tmp_path: Path) -> None:
     run.index.budget = ReadBudget(60, 0.001)
     with pytest.raises(OverBudgetError, match=r"more than 0\.001 MiB"):
         run.histogram(FIRST.name, 7)
+
+
+def test_long_texts_are_parsed_one_at_a_time_and_with_pauses() -> None:
+    """Python parses a text in one go, during which no other thread runs."""
+    texts = LongTexts()
+    with texts.turn(2**20, ReadBudget(10, 1)):
+        with pytest.raises(OverBudgetError, match="long documents"), texts.turn(2**20, ReadBudget(0, 1)):
+            pass
+        with texts.turn(2**20 - 1, ReadBudget(0, 1)), texts.turn(2**30, None):
+            pass  # short ones, and those of programs that read by themselves, do not wait
+        time.sleep(0.05)
+    with pytest.raises(OverBudgetError, match="took more than 0 s"), texts.turn(2**20, ReadBudget(0, 1)):
+        pass
+    with texts.turn(2**20, ReadBudget(10, 1)):
+        pass
