@@ -21,6 +21,7 @@ OWN_INPUTS: Mapping[str, str] = {
     "missing_zero_grad": "gradients:stale",
     "optimizer_not_stepping": "updates:overdue",
     "recompute_mismatch": "recomputed",
+    "representation_collapse": "example_spread",
     "scaler_skips": "gradient_scaler:skipped",
     "skipped_updates": "updates:skipped",
     "symmetric_units": "unit_spread",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from watchstep.errors import RuleError
 from watchstep_rules.builtin.activations.dead_relu import DeadRelu
 from watchstep_rules.builtin.activations.frozen_batch_norm import FrozenBatchNorm, RunningStatisticsFrozen
+from watchstep_rules.builtin.activations.representation_collapse import RepresentationCollapse
 from watchstep_rules.builtin.activations.saturated_activation import SaturatedActivation
 from watchstep_rules.builtin.activations.starved_expert import StarvedExpert
 from watchstep_rules.builtin.data.class_imbalance import ClassImbalance
@@ -143,6 +144,7 @@ RULES: dict[str, AnyRule] = {
         HyperparameterJump(),
         ResumeMismatch(),
         GradientsCease(),
+        RepresentationCollapse(),
         SimilarAcrossRuns(),
         UnlikeEarlierRuns(),
         MissingZeroGrad(),

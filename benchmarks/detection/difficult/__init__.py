@@ -2,6 +2,7 @@
 
 from benchmarks.detection.difficult import (
     actors_and_critics,
+    alike_outputs,
     designs,
     frameworks,
     further_tasks,
@@ -21,6 +22,7 @@ from benchmarks.detection.witnessed import DIFFICULT as PROGRAMS
 __all__ = [
     "PROGRAMS",
     "actors_and_critics",
+    "alike_outputs",
     "designs",
     "frameworks",
     "further_tasks",

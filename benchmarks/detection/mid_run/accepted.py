@@ -45,6 +45,12 @@ SHRINKS = LOSS_RISES | STANDS_STILL | {"all_zero", "hyperparameter_jump"}
 NOT_IN_OPTIMIZER = STANDS_STILL
 """Parameters are in no group of the optimizer that steps."""
 
+COLLAPSES = frozenset({"representation_collapse"})
+"""All examples get nearly the same output."""
+
+STARVES = frozenset({"vanishing_gradient"})
+"""A part gets no gradient beside another one that has won."""
+
 NOT_FINITE = frozenset({"nan_or_inf", "non_finite_values", "exploding_gradient"})
 
 SORTED = frozenset(

@@ -7,6 +7,7 @@ from watchstep_rules.builtin.activations.frozen_batch_norm import (
     FrozenBatchNormParams,
     RunningStatisticsFrozenParams,
 )
+from watchstep_rules.builtin.activations.representation_collapse import RepresentationCollapseParams
 from watchstep_rules.builtin.activations.saturated_activation import SaturatedActivationParams
 from watchstep_rules.builtin.activations.starved_expert import StarvedExpertParams
 from watchstep_rules.builtin.data.class_imbalance import ClassImbalanceParams
@@ -146,6 +147,7 @@ overfit = attachable("overfit", OverfitParams)
 overtraining = attachable("overtraining", OvertrainingParams)
 poor_initialization = attachable("poor_initialization", PoorInitializationParams)
 replica_divergence = attachable("replica_divergence", ReplicaDivergenceParams)
+representation_collapse = attachable("representation_collapse", RepresentationCollapseParams)
 sagemaker_all_zero = attachable("sagemaker_all_zero", SagemakerAllZeroParams)
 sagemaker_batch_size = attachable("sagemaker_batch_size", SagemakerBatchSizeParams)
 sagemaker_check_input_images = attachable("sagemaker_check_input_images", SagemakerCheckInputImagesParams)
@@ -252,6 +254,7 @@ __all__ = [
     "poor_initialization",
     "recompute_mismatch",
     "replica_divergence",
+    "representation_collapse",
     "resume_mismatch",
     "running_statistics_frozen",
     "sagemaker_all_zero",

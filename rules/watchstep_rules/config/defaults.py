@@ -78,6 +78,7 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(rule="frozen_batch_norm", severity="warning"),
     RuleConfig(rule="running_statistics_frozen", severity="info"),
     RuleConfig(rule="starved_expert", severity="info", keep_firing=_LAYERS),
+    RuleConfig(rule="representation_collapse", severity="warning", keep_firing=_LAYERS),
     RuleConfig(rule="symmetric_units", severity="warning"),
     RuleConfig(rule="missing_zero_grad", severity="warning"),
     RuleConfig(rule="recompute_mismatch", severity="warning"),

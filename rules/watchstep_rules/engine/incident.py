@@ -57,6 +57,7 @@ _STAGES: tuple[tuple[str, ...], ...] = (
     (
         "saturated_activation",
         "dead_relu",
+        "representation_collapse",
         "all_zero",
         "unchanged_tensor",
         "tensor_variance",

@@ -143,20 +143,24 @@ class LossProgress(NamedTuple):
         first: mean of the first few values.
         smooth: exponentially weighted mean over about the last ten values.
         newest: magnitudes of the last three values, the newest last.
+        signs: 1 if a value was negative, plus 2 if one was positive.
     """
 
     seen: int = 0
     first: float = 0.0
     smooth: float = 0.0
     newest: tuple[float, ...] = ()
+    signs: int = 0
 
     def after(self, value: float) -> LossProgress:
         """Add a finite value."""
         newest = (*self.newest, abs(value))[-_NEWEST:]
+        signs = self.signs | (value < 0) | 2 * (value > 0)
         if self.seen < _FIRST:
             mean = (self.first * self.seen + value) / (self.seen + 1)
-            return LossProgress(self.seen + 1, mean, mean, newest)
-        return LossProgress(self.seen, self.first, _MEMORY * self.smooth + (1 - _MEMORY) * value, newest)
+            return LossProgress(self.seen + 1, mean, mean, newest, signs)
+        smooth = _MEMORY * self.smooth + (1 - _MEMORY) * value
+        return LossProgress(self.seen, self.first, smooth, newest, signs)
 
     @property
     def low(self) -> float:
@@ -179,12 +183,16 @@ class Courses(NamedTuple):
         names: names of the losses.
         low: the level of each loss, shape (steps,); infinite before its first value.
         first: the mean of the first few values of each loss, shape (steps,).
+        risen: whether each loss is not below its first values, and has had one sign, shape (steps,).
+        present: whether each loss has a value at the step, shape (steps,).
     """
 
     known: NDArray[np.bool_]
     names: list[str]
     low: list[Floats]
     first: list[Floats]
+    risen: list[NDArray[np.bool_]]
+    present: list[NDArray[np.bool_]]
 
     def any_converged(self, share: float) -> NDArray[np.bool_]:
         """Whether some loss has fallen to a share of its first values, by step."""
@@ -218,7 +226,7 @@ def follow_loss(
     steps = int(numbers[-1]) + 1 if len(numbers) else 0
     rows = np.flatnonzero(rows_where(block, has_role, "loss"))
     rows = rows[block.statistics.finite[rows] > 0]
-    losses, courses = dict(kept), Courses(np.zeros(steps, np.bool_), [], [], [])
+    losses, courses = dict(kept), Courses(np.zeros(steps, np.bool_), [], [], [], [], [])
     loss_rows = view(block, rows)
     by_series = SeriesRows.of(loss_rows)
     rows_of_series = dict(zip(by_series.names, by_series.rows(), strict=True))
@@ -236,6 +244,9 @@ def follow_loss(
         courses.names.append(name.rpartition("@")[0])
         courses.low.append(np.where(exists, low, np.inf))
         courses.first.append(first)
+        risen = [p.smooth >= p.first and p.signs in (1, 2) for p in (before, *course)]
+        courses.risen.append(np.array(risen, np.bool_)[course_index] & exists)
+        courses.present.append(np.isin(np.arange(steps), step_numbers))
     return losses, courses
 
 

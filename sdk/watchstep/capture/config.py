@@ -419,6 +419,7 @@ PROBES = (
     "unit_spread",
     "stale_gradients",
     "token_shares",
+    "example_spread",
 )
 """Figures that the row does not contain, in separate columns.
 
@@ -429,7 +430,8 @@ are classes, over all batches so far: ``labels_counted``, ``classes``, ``largest
 the number of that class, ``rarest_class``. ``unit_spread``: for weights with equivalent units, the distance between the units,
 ``unit_spread``, and their movement since the first measurement, ``unit_movement``. ``stale_gradients``: the metric
 ``gradients:stale``, 1 at steps whose gradients contain those from before the last step. ``token_shares``: for an embedding's input,
-the shares of some tokens, ``token_share``, and of the most frequent one, ``top_token_share``.
+the shares of some tokens, ``token_share``, and of the most frequent one, ``top_token_share``. ``example_spread``: for the outputs of
+the first and last linear layer of each part of a model, the share of the mean square that differs between examples.
 """
 
 

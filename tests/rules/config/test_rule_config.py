@@ -226,6 +226,7 @@ WAIT_BY_THEMSELVES = {
     "saturated_activation",
     "class_imbalance",
     "symmetric_units",
+    "representation_collapse",
     "frozen_batch_norm",
     "running_statistics_frozen",
     "starved_expert",
@@ -272,6 +273,7 @@ def test_one_fault_of_a_layer_or_loss_is_one_alert() -> None:
         "hyperparameter_jump",
         "gradients_cease",
         "starved_expert",
+        "representation_collapse",
     }
 
 

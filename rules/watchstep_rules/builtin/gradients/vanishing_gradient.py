@@ -10,7 +10,8 @@ from watchstep.format.block import Block, sort_key, view
 from watchstep.format.statistics import Floats, StatisticsBatch
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.loss_progress import LossProgress, follow_loss
+from watchstep_rules.signals.loss_progress import Courses, LossProgress, follow_loss
+from watchstep_rules.signals.rival_losses import Rivals, rivals
 from watchstep_rules.signals.series import SeriesRows, step_numbers
 from watchstep_rules.signals.tensor_selection import kind_of_expert, rows_where
 
@@ -18,6 +19,7 @@ _NOTHING = 1e-6  # the rounding error of float32 in a loss of about 1
 _FIRST = 2.0  # up to this ratio to its first size, a gradient does not count as growing
 _STATE, _INPUT = "weight_hh", "weight_ih"  # of PyTorch's recurrent layers and cells
 _NEAR = 0.1  # share of the limit while trainings settle
+_FALLEN = 0.01  # share of its largest size to which each gradient has fallen if a part starves
 
 
 class VanishingGradientParams(Params):
@@ -45,6 +47,9 @@ class VanishingGradientParams(Params):
         ge=0,
         description="Steps after the first record in which a size must be below a tenth of the limit.",
     )
+    starved: int = Field(
+        50, ge=1, description="Steps for which a rival loss has been won before a part counts as starved."
+    )
     min_dimensions: int = Field(2, ge=0, description="Fewest dimensions of the parameters to judge.")
 
 
@@ -56,12 +61,16 @@ class VanishingGradientState(State):
         series: the largest size of each layer so far, by ``tensor@worker/mode``; at least twice its first size.
         losses: the losses so far.
         began: the step of the first record; None before it.
+        outdone: the step since which a loss is won and its rival is not learned; -1 if that is not so.
+        winners: layers with a gradient at a step without the rival of a loss, as ``tensor/loss``.
     """
 
     largest: dict[str, float] = Field(default_factory=dict)
     series: dict[str, float] = Field(default_factory=dict)
     losses: dict[str, LossProgress] = Field(default_factory=dict)
     began: int | None = None
+    outdone: int = -1
+    winners: list[str] = Field(default_factory=list)
 
 
 class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
@@ -87,6 +96,16 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
     without rewards so far, or a copy that is distilled from itself): little is left to learn then. AutoTrainer instead requires an
     accuracy below 0.6; at a twentieth, a classifier of two classes is nearly always right and confident.
 
+    **Starved parts.** The gradients of a generator vanish if its discriminator tells all its outputs apart (Arjovsky and Bottou, Towards
+    Principled Methods for Training GANs, 2017, theorem 2.4). The rule fires if these conditions are met for ``starved`` steps, whatever the
+    size and the other conditions:
+
+    - of two losses with a backward pass each, one is at a thousandth of its first values, and the other one is not below its own; the
+      names are the recorder's own, or contain words such as ``d`` and ``g``, ``discriminator`` and ``generator``;
+    - the size of each layer's gradient at the step is at most a hundredth of its largest size before.
+
+    It names the layers without gradients at steps that do not have the second loss; all layers if there are no such steps.
+
     Not reported are:
 
     - an expert of a mixture without examples at the step: the gradient of ``….experts.3.….weight`` is zero everywhere, and that of the
@@ -97,7 +116,7 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
     """
 
     name = "vanishing_gradient"
-    version = 4
+    version = 5
     summary = "a layer's gradient vanishes while others still learn"
     needs = Needs(collections=("gradients", "losses"), roles=("gradient", "loss"), about=("gradient",))
     merge = "watermark"
@@ -105,16 +124,19 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         "Sigmoids or tanhs in a deep stack shrink the gradient at each layer.",
         "Initial weights are too small for the depth.",
         "Units after this layer are saturated or dead, so that no gradient passes back.",
+        "A discriminator is far ahead of its generator, whose loss saturates.",
         "The layer is disconnected: detach, no_grad, or the loss does not use its output.",
     )
     what_to_try = (
         "Use ReLU-like activations, residual connections or normalization.",
         "Initialize by fan-in with the activation's gain: torch.nn.init.kaiming_normal_ or xavier_normal_.",
         "Look at the outputs of the layers between this one and the loss; record the collection activations if this run does not.",
+        "For a generator: the loss -log D(x) in place of log(1 - D(x)), fewer or slower updates of the discriminator, noise on its inputs.",
         "Check that the layer's output reaches the loss; look for detach and torch.no_grad.",
     )
     cannot_distinguish = (
         "A layer that is disconnected on purpose and still has tiny gradients, from a starved layer.",
+        "An actor with a loss of one sign that cannot fall any more, beside a critic that has learned its values, from a generator that starves.",
         "A loss term with such a small weight, from one that does not reach its layers.",
     )
 
@@ -129,9 +151,12 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         """Compare the layers of each step with each other, over all workers."""
         wide = rows_where(block, _is_judged, params.min_dimensions)
         judged = view(block, np.flatnonzero(wide & (block.statistics.finite > 0)))
-        losses, at_rest = _at_rest(params, state.losses, block)
+        losses, steps, courses = _follow(state.losses, block)
+        at_rest = steps[_rests(params, courses)]
+        rivalry = rivals(state.outdone, steps, courses)
+        outdone = -1 if rivalry is None else int(rivalry.since[-1]) if len(steps) else state.outdone
         if not len(judged):
-            return state.model_copy(update={"losses": losses}), []
+            return state.model_copy(update={"losses": losses, "outdone": outdone}), []
         size = _size(judged.statistics)
         series = SeriesRows.of(judged, by_mode=True)
         largest_by_series, _, before = _so_far(state.series, series.names, series.rows(), size, least=_FIRST)
@@ -152,12 +177,38 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         hits = np.flatnonzero((size < limit) & (size <= before) & ~waits)
         excluded = _of_starved_experts(judged, hits, size, step) if len(hits) else set()
         excluded |= _of_empty_states(judged, hits, size, step) if len(hits) else set()
-        state = VanishingGradientState(largest=overall, series=largest_by_series, losses=losses, began=began)
-        return state, [
+        findings = [
             self._finding(judged, int(row), float(size[row]), float(limit[row]), never=bool(never[row]))
             for row in hits
             if int(row) not in excluded
         ]
+        winners = state.winners
+        if rivalry is not None:
+            winners = _with_winners(winners, judged, steps, rivalry)
+            has_fallen = size <= _FALLEN * before
+            findings += [
+                self._of_starved(judged, row, float(size[row]), float(before[row]), rivalry, steps)
+                for row in _starved(params, judged, has_fallen, steps, rivalry, set(winners))
+            ]
+        state = VanishingGradientState(
+            largest=overall,
+            series=largest_by_series,
+            losses=losses,
+            began=began,
+            outdone=outdone,
+            winners=winners,
+        )
+        return state, findings
+
+    def _of_starved(
+        self, block: Block, row: int, size: float, before: float, rivalry: Rivals, steps: NDArray[np.int64]
+    ) -> Finding:
+        place = int(np.searchsorted(steps, block.step[row]))
+        message = (
+            f"mean |gradient| of {block.info(row).name} has fallen from {before:.3g} to {size:.3g}: since step {rivalry.since[place]}, "
+            f"{rivalry.won[place]} is below a thousandth of its first values, and {rivalry.lost[place]} has not fallen"
+        )
+        return finding_at(self.name, block, row, value=size, threshold=_FALLEN * before, message=message)
 
     def _finding(self, block: Block, row: int, size: float, limit: float, *, never: bool) -> Finding:
         others = "and no layer has learned yet" if never else "while other layers learn"
@@ -202,22 +253,59 @@ def _of_empty_states(block: Block, hits: NDArray[np.intp], size: Floats, step: N
     return {row for row, name in wanted.items() if (int(step[row]), int(block.worker[row]), name) in learns}
 
 
-def _at_rest(
-    params: VanishingGradientParams, before: dict[str, LossProgress], block: Block
-) -> tuple[dict[str, LossProgress], NDArray[np.int64]]:
-    """The losses after the block, and the steps at which one has converged, or all are negligible."""
-    if not len(block):
-        return before, np.empty(0, np.int64)
+def _with_winners(winners: list[str], block: Block, steps: NDArray[np.int64], rivalry: Rivals) -> list[str]:
+    """Add layers with a gradient at steps at which a loss has no value of its rival, as ``tensor/loss``."""
+    place = np.searchsorted(steps, block.step)
+    new = set()
+    for loss, with_loser in rivalry.with_loser.items():
+        tensors = np.unique(block.tensor[~with_loser[place]]).tolist()
+        new.update(f"{block.catalogue[tensor].name}/{loss}" for tensor in tensors)
+    return winners if new.issubset(winners) else sorted(new.union(winners))
+
+
+def _starved(
+    params: VanishingGradientParams,
+    block: Block,
+    has_fallen: NDArray[np.bool_],
+    steps: NDArray[np.int64],
+    rivalry: Rivals,
+    winners: set[str],
+) -> list[int]:
+    """Rows of starved parts: at steps at which a rival has been won for long enough, and all gradients have fallen."""
+    place = np.searchsorted(steps, block.step)
+    since = rivalry.since[place]
+    lasts = (since >= 0) & (block.step >= since + params.starved)
+    if not lasts.any():
+        return []
+    lasts &= ~np.isin(block.step, block.step[~has_fallen])
+    rows = [
+        row
+        for row in np.flatnonzero(lasts).tolist()
+        if rivalry.with_loser[rivalry.won[place[row]]][place[row]]
+    ]
+    losers = [row for row in rows if f"{block.info(row).name}/{rivalry.won[place[row]]}" not in winners]
+    of_loser = {int(block.step[row]) for row in losers}
+    return [row for row in rows if row in losers or int(block.step[row]) not in of_loser]
+
+
+def _follow(
+    before: dict[str, LossProgress], block: Block
+) -> tuple[dict[str, LossProgress], NDArray[np.int64], Courses]:
+    """The losses after the block, its steps, and the courses of the losses over them."""
     order = np.argsort(block.step, kind="stable")
     ordered = block if bool((order[1:] > order[:-1]).all()) else view(block, order)
-    numbers = step_numbers(ordered)
-    losses, courses = follow_loss(before, ordered, numbers)
+    losses, courses = follow_loss(before, ordered, step_numbers(ordered))
+    return losses, np.unique(ordered.step), courses
+
+
+def _rests(params: VanishingGradientParams, courses: Courses) -> NDArray[np.bool_]:
+    """At which steps a loss has converged, or all are negligible."""
     rests = courses.any_converged(params.converged)
     if courses.low:
         rests |= courses.known & (
             np.max([np.where(np.isinf(low), 0.0, low) for low in courses.low], axis=0) < _NOTHING
         )
-    return losses, np.unique(ordered.step)[rests]
+    return rests
 
 
 def _size(statistics: StatisticsBatch) -> Floats:

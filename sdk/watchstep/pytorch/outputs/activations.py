@@ -48,6 +48,8 @@ from watchstep.pytorch.probes.activations import (
     TokenProbe,
     UnitActivity,
     activation_kind,
+    ends_of_parts,
+    spread_of_examples,
 )
 from watchstep.pytorch.probes.weights import Unchanged
 from watchstep.pytorch.tensors import full_tensors
@@ -98,6 +100,7 @@ class _Observed:
         output: Its output.
         input: Its input.
         channels, tokens, activity: Probes of its output and input.
+        spread: Whether the difference between examples is measured.
         measured: Step and pass in which it was measured last.
         describe: Describes its output for `SavedOutputs`.
     """
@@ -110,6 +113,7 @@ class _Observed:
     channels: ChannelProbe | None
     tokens: TokenProbe | None
     activity: UnitActivity | None
+    spread: bool
     measured: tuple[int, int] = (-1, -1)
     describe: Describe | None = None
 
@@ -130,6 +134,8 @@ class _Observed:
             )
         if self.tokens is not None and (inputs := _numeric(given)):
             probes.append(self.tokens.measure(inputs[0]))
+        if self.spread and len(output) == 1:
+            probes.append(spread_of_examples(output[0]))
         return tuple(probe for probe in probes if probe is not None)
 
 
@@ -200,6 +206,8 @@ class ActivationHooks:
         """Register hooks on the modules that the model has now, and remove those of modules that it had before."""
         modules = list(self._names.model.named_modules()) if sees_passes_of(self._names.model) else []
         present = {id(module) for _, module in modules}
+        measures_spread = modules and "example_spread" in self._session.config.probes
+        self._ends = ends_of_parts(self._names.model) if measures_spread else set()
         self._encoder_of = {
             id(inner): path
             for path, module in modules
@@ -281,6 +289,7 @@ class ActivationHooks:
             channels if "channels" in probes and channels.applies else None,
             tokens if tokens.applies else None,
             activity if activity.applies else None,
+            id(module) in self._ends,
         )
         if not (observed.output.info.collections or observed.input.info.collections):
             return

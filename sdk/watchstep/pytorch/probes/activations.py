@@ -20,6 +20,13 @@ Of longer inputs at most 4,096 evenly spaced tokens are used: a share of them ha
 Classes. The frequency of each class among the labels, over all batches so far. Labels are whole numbers 0 … 999, one per example,
 or zeros and ones in a floating-point type for binary losses. Negative whole numbers, by which losses ignore an example, are not
 counted. Other labels (measured targets, tokens of longer sequences, masks) are not classes, and have no counts.
+
+Examples. The share of an output's mean square that differs between examples, with the mean and variance over examples of each feature:
+
+    example_spread = sum of variances / (sum of variances + sum of squared means)
+
+It is 0 if all examples have the same output, and 1 if the features have the mean 0. At most 64 examples and about 1,024 features of
+each are used.
 """
 
 from __future__ import annotations
@@ -45,6 +52,7 @@ from watchstep.capture.config import (
 )
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Mode
+from watchstep.pytorch import internals
 from watchstep.pytorch.probes.staging import HostCopy, views, wide_float
 
 _IMAGE_DIMENSIONS = 4
@@ -356,6 +364,63 @@ def _bounded(probe: ElementProbe) -> _Test:
 
 def _above_zero(_: Tensor, output: Tensor) -> Tensor:
     return output > 0
+
+
+_LEAST_EXAMPLES, _MOST_EXAMPLES, _MOST_FEATURES = 8, 64, 1024
+_MOST_ENDS = 16
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """One row: the sums of variances and of squared means."""
+
+    sums: HostCopy
+
+    def collect(self) -> dict[str, Floats]:
+        variances, squares = self.sums.numbers()
+        whole = variances + squares
+        return {"example_spread": np.array([variances / whole if whole > 0 else np.nan])}
+
+
+@torch.no_grad()
+def spread_of_examples(values: Tensor) -> _Spread | None:
+    """Measure how far examples differ.
+
+    Args:
+        values: Floating-point tensor of shape (examples, features, …).
+
+    Returns:
+        None for fewer than eight examples, without features, and for more than two dimensions that are not contiguous.
+    """
+    if values.dim() < 2 or len(values) < _LEAST_EXAMPLES or not values.numel():
+        return None
+    if not values.is_floating_point() or (values.dim() > 2 and not values.is_contiguous()):
+        return None
+    examples = values.detach()[:_MOST_EXAMPLES].flatten(1)
+    if examples.shape[1] > _MOST_FEATURES:
+        examples = examples[:, :: -(-examples.shape[1] // _MOST_FEATURES)]
+    variance, mean = torch.var_mean(examples.to(wide_float(values.device)), 0, correction=0)
+    return _Spread(HostCopy(torch.stack((variance.sum(), mean.dot(mean)))))
+
+
+def ends_of_parts(model: nn.Module) -> set[int]:
+    """Return the ids of the first and last linear layer of each part of a model: of the first and last eight, if there are more.
+
+    Parts are the modules that the model consists of, or those of its only module, as of a wrapper.
+    """
+    parts = [model]
+    while len(parts) == 1 and (inner := _inside(parts[0])):
+        parts = inner
+    ends: list[int] = []
+    for part in parts:
+        linear = [id(each) for each in part.modules() if isinstance(each, nn.Linear)]
+        ends += dict.fromkeys([*linear[:1], *linear[-1:]])
+    half = _MOST_ENDS // 2
+    return set(ends if len(ends) <= _MOST_ENDS else [*ends[:half], *ends[-half:]])
+
+
+def _inside(module: nn.Module) -> list[nn.Module]:
+    return [child for child in internals.children_of(module).values() if child is not None]
 
 
 _MAX_TOKENS = 4096
