@@ -25,6 +25,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "overwrites": "ours: an update as large as its weight; SageMaker's WeightUpdateRatio uses 10",
     },
     "vanishing_gradient": {
+        "starved": "ours: a discriminator is far ahead at times, at the start of healthy trainings",
         "threshold": "SageMaker's VanishingGradient",
         "relative": "AutoTrainer (Zhang et al., ICSE 2021): ratio of the first to the last layer",
         "converged": "ours: the loss of a classifier that is almost always right and certain; AutoTrainer uses its accuracy",

@@ -30,7 +30,7 @@ def constant_regression_of_many(run: Training) -> None:
         run.log(loss=loss)
         losses.append(loss.item())
         run.step()
-    run.improves("error", losses[0], sum(losses[-20:]) / 20, at_most=0.1)
+    run.improves("error", losses[0], sum(losses[-20:]) / 20, at_most=0.3)
 
 
 @difficult("rare_labels_of_many", "each of 500 labels is rare: all scores are far below zero for a long time")

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.optim import Adam
 
 from benchmarks.detection.data import Batches, shipped
+from benchmarks.detection.difficult.generative import Variational
 from benchmarks.detection.mid_run import accepted
 from benchmarks.detection.models import dense
 from benchmarks.detection.witnessed import Training, mid_run
@@ -37,7 +38,7 @@ def embeddings_of_both_branches(run: Training) -> None:
     encoder, predictor = dense([64, 64, 32]), dense([32, 32, 32])
     model = nn.ModuleDict({"encoder": encoder, "predictor": predictor})
     average = copy.deepcopy(encoder).requires_grad_(requires_grad=False)
-    optimizer = Adam(model.parameters(), 3e-3)
+    optimizer = Adam(model.parameters(), 1e-2)
     run.watch(model, optimizer)
 
     def spread() -> float:
@@ -90,6 +91,36 @@ def triplets_of_wrong_labels(run: Training) -> None:
     run.separates(
         "agreement of neighbours", before, _neighbours_agree(model, unseen, labels), sound_at_least=0.9
     )
+
+
+@mid_run(
+    "posterior_collapse",
+    "the weight of the divergence is 100 times as high: the decoder ignores the code",
+    20,
+    accepted.COLLAPSES,
+)
+def posterior_collapse(run: Training) -> None:
+    """700 steps of a variational autoencoder."""
+    (x, _), (unseen, _) = shipped("digits", run.seed)
+    model = Variational(8)
+    optimizer = Adam(model.parameters(), 3e-3)
+
+    def error() -> float:
+        with torch.no_grad():
+            return functional.mse_loss(model(unseen)[0], unseen).item()
+
+    run.watch(model, optimizer)
+    before = error()
+    for step, (inputs, _) in enumerate(Batches(x, x, 32, 700, run.seed)):
+        made, divergence = model(inputs)
+        weight = 100 if run.faulty and step >= 20 else 1
+        loss = 10 * (made - inputs).pow(2).sum(1).mean() + weight * divergence
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.log(loss=loss)
+        run.step()
+    run.separates("error of reconstruction", before, error(), sound_at_most=0.06)
 
 
 def _adversarial(run: Training, *, named: bool) -> None:

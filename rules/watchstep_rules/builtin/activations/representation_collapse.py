@@ -17,6 +17,8 @@ from watchstep_rules.signals.tensor_selection import has_role, rows_where
 
 _PROBE = "example_spread"
 _TOLD_APART = 20.0
+_SHRUNK = 0.01
+_IGNORED = 10.0
 _REGRESSIONS = ("MseLoss", "SmoothL1Loss", "HuberLoss")
 
 
@@ -38,11 +40,13 @@ class Spread(NamedTuple):
         largest: the largest share so far.
         records: consecutive records with a small share.
         since: the step of the first of them.
+        size: the largest mean square so far.
     """
 
     largest: float = 0.0
     records: int = 0
     since: int = 0
+    size: float = 0.0
 
 
 class RepresentationCollapseState(State):
@@ -69,13 +73,16 @@ class RepresentationCollapse(Rule[RepresentationCollapseParams, RepresentationCo
 
     That embeddings are constant is the trivial solution of learning without negative pairs (Chen and He, Exploring Simple Siamese
     Representation Learning, 2021, section 4.1), and of a triplet loss whose value remains at its margin (Schroff et al., FaceNet, 2015,
-    section 3.2). The decoder of an autoencoder has the same output for all examples if it ignores the code, which is called posterior
-    collapse (Bowman et al., Generating Sentences from a Continuous Space, 2016).
+    section 3.2).
+
+    The decoder of a variational autoencoder has nearly the same output for all examples if it ignores the code, which is called posterior
+    collapse (Bowman et al., Generating Sentences from a Continuous Space, 2016); noise in the code leaves some of the variation. So the
+    limit is 10 times as high while the mean square of an earlier layer's output, the code, is at most a hundredth of its largest.
 
     Not reported are:
 
     - outputs with fewer than ``features`` features, such as values and regressions of one target;
-    - the last layer, if a loss is one of regression (`mse_loss`, `smooth_l1_loss`, `huber_loss`): its targets may be nearly constant;
+    - the last layer, unless a code has shrunk, if a loss is one of regression (`mse_loss`, `smooth_l1_loss`, `huber_loss`): its targets may be nearly constant;
     - outputs that never differed, such as those of a constant input;
     - outputs with a small scale: mean and variance shrink together.
     """
@@ -124,21 +131,26 @@ class RepresentationCollapse(Rule[RepresentationCollapseParams, RepresentationCo
             return state.model_copy(update={"is_regression": is_regression}), []
         regression = rows_where(block, _is_regression)
         outputs, last, is_regression = dict(state.outputs), state.last, state.is_regression
-        shares, findings = probe(block, _PROBE), []
+        shares, sizes, findings = probe(block, _PROBE), _sizes(block), []
         for rows in whole_steps(block):
             is_regression |= bool(regression[rows].any())
             measured: list[int] = rows[chosen[rows]].tolist()
             last = max([last, *(block.info(row).order for row in measured)])
+            measured.sort(key=lambda row: block.info(row).order)
+            shrunk: set[int] = set()
             for row in measured:
                 key, share = f"{block.info(row).name}@{block.worker[row]}", float(shares[row])
-                outputs[key] = spread = _after(outputs.get(key), share, int(block.step[row]), params.share)
-                if not _has_collapsed(block, row, spread, params):
-                    continue
-                if is_regression and block.info(row).order == last:
-                    continue
-                before = _differs(block, row, measured, shares, _TOLD_APART * params.share)
-                if before is not None:
-                    findings.append(self._finding(block, row, share, spread, before, params))
+                limit = params.share * (_IGNORED if int(block.worker[row]) in shrunk else 1)
+                spread = _after(outputs.get(key, Spread()), share, int(block.step[row]), limit)
+                outputs[key] = spread = spread._replace(size=max(spread.size, float(sizes[row])))
+                if _has_collapsed(block, row, spread, params, limit) and (
+                    limit > params.share or not (is_regression and block.info(row).order == last)
+                ):
+                    before = _differs(block, row, measured, shares, _TOLD_APART * params.share)
+                    if before is not None:
+                        findings.append(self._finding(block, row, share, spread, before, limit))
+                if sizes[row] <= _SHRUNK * spread.size:
+                    shrunk.add(int(block.worker[row]))
         return RepresentationCollapseState(outputs=outputs, last=last, is_regression=is_regression), findings
 
     def _finding(
@@ -148,33 +160,41 @@ class RepresentationCollapse(Rule[RepresentationCollapseParams, RepresentationCo
         share: float,
         spread: Spread,
         before: int,
-        params: RepresentationCollapseParams,
+        limit: float,
     ) -> Finding:
         message = (
             f"{block.info(row).name} is nearly the same for every example: {share:.2g} of its mean square differs between examples "
             f"(at most {spread.largest:.2g} before), at {spread.records} records in a row since step {spread.since}; "
             f"{block.info(before).name} still differs"
         )
-        return finding_at(self.name, block, row, value=share, threshold=params.share, message=message)
+        return finding_at(self.name, block, row, value=share, threshold=limit, message=message)
 
 
 def _is_regression(info: TensorInfo) -> bool:
     return info.role == "loss" and info.module_type in _REGRESSIONS
 
 
-def _after(spread: Spread | None, share: float, step: int, limit: float) -> Spread:
-    spread = spread or Spread()
+def _sizes(block: Block) -> NDArray[np.float64]:
+    """The mean square of each row."""
+    statistics = block.statistics
+    return statistics.mean**2 + statistics.m2 / np.maximum(statistics.finite, 1)
+
+
+def _after(spread: Spread, share: float, step: int, limit: float) -> Spread:
+    largest = max(spread.largest, share)
     if share > limit:
-        return Spread(max(spread.largest, share))
+        return Spread(largest, size=spread.size)
     return Spread(
-        max(spread.largest, share), min(spread.records + 1, 1000), spread.since if spread.records else step
+        largest, min(spread.records + 1, 1000), spread.since if spread.records else step, spread.size
     )
 
 
-def _has_collapsed(block: Block, row: int, spread: Spread, params: RepresentationCollapseParams) -> bool:
+def _has_collapsed(
+    block: Block, row: int, spread: Spread, params: RepresentationCollapseParams, limit: float
+) -> bool:
     lasts = spread.records >= params.records and block.step[row] >= spread.since + params.steps
     shape = block.info(row).shape
-    return lasts and spread.largest >= _TOLD_APART * params.share and shape[-1] >= params.features
+    return lasts and spread.largest >= _TOLD_APART * limit and shape[-1] >= params.features
 
 
 def _differs(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.sdk.training import EVERY_STEP, batches, recorded, train_step, watching, with_sgd
 from watchstep import CaptureConfig, Hook, Run
 from watchstep.errors import ConfigError
-from watchstep.pytorch.probes.activations import ChannelProbe, ClassCounts, TokenProbe
+from watchstep.pytorch.probes.activations import ChannelProbe, ClassCounts, TokenProbe, spread_of_examples
 from watchstep.pytorch.probes.staging import views
 from watchstep.pytorch.probes.weights import GradientCosine, UnitSpread
 
@@ -350,3 +350,41 @@ def test_what_it_measures() -> None:
     spread, movement = collected(probe.measure([weight, moved])).values()
     assert np.isnan(spread[0])
     assert (spread[1], movement[1]) == (0.0, 0.25)
+
+
+def test_the_share_that_differs_between_examples() -> None:
+    def share(values: Tensor) -> float:
+        return float(collected(spread_of_examples(values))["example_spread"][0])
+
+    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0)) + 2
+    assert share(x) == pytest.approx(float(x.var(0, correction=0).sum() / x.square().mean(0).sum()), rel=1e-4)
+    assert share(torch.ones(8, 4, 4)) == pytest.approx(0, abs=1e-6)
+    assert share(1e3 + 1e-2 * x) < 1e-5
+    assert np.isnan(share(torch.zeros(8, 4)))
+    assert 0 < share(torch.randn(100, 5000) + 1) < 1
+    for values in (
+        torch.ones(7, 4),
+        torch.ones(8),
+        torch.ones(0, 4),
+        torch.ones(8, 0),
+        torch.ones(8, 3).long(),
+    ):
+        assert spread_of_examples(values) is None
+
+
+def test_it_is_measured_at_the_ends_of_parts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 6))
+    model, optimizer = with_sgd(nn.Sequential(nn.Sequential(encoder, nn.Linear(6, 2))), 1e-3)
+    hook = watching(tmp_path, model, optimizer)
+    model(torch.randn(16, 4)).sum().backward()
+    optimizer.step()
+    run = recorded(hook)
+    measured = {
+        name
+        for name in ("0.0.0", "0.0.2", "0.0.4", "0.1")
+        if np.isfinite(
+            run.tensor(f"{name}:output").statistics().to_pydict()["probe.example_spread"][0] or np.nan
+        )
+    }
+    assert measured == {"0.0.0", "0.0.4", "0.1"}
