@@ -28,7 +28,7 @@ class RepresentationCollapseParams(Params):
     share: float = Field(
         1e-3, gt=0, lt=0.05, description="Share of the mean square that differs between examples, at most."
     )
-    records: int = Field(10, ge=1, le=1000, description="Consecutive records at which it is that small.")
+    records: int = Field(5, ge=1, le=1000, description="Consecutive records at which it is that small.")
     steps: int = Field(50, ge=0, description="Steps for which it has been that small.")
     features: int = Field(8, ge=2, description="Fewest features of an output.")
 

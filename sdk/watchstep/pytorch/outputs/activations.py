@@ -45,11 +45,11 @@ from watchstep.pytorch.outputs.saved import SavedOutputs
 from watchstep.pytorch.probes.activations import (
     ChannelProbe,
     ChannelSums,
+    SpreadProbe,
     TokenProbe,
     UnitActivity,
     activation_kind,
     ends_of_parts,
-    spread_of_examples,
 )
 from watchstep.pytorch.probes.weights import Unchanged
 from watchstep.pytorch.tensors import full_tensors
@@ -100,7 +100,7 @@ class _Observed:
         output: Its output.
         input: Its input.
         channels, tokens, activity: Probes of its output and input.
-        spread: Whether the difference between examples is measured.
+        spread: Measures how far the examples of its output differ; None if it is not at the end of a part.
         measured: Step and pass in which it was measured last.
         describe: Describes its output for `SavedOutputs`.
     """
@@ -113,7 +113,7 @@ class _Observed:
     channels: ChannelProbe | None
     tokens: TokenProbe | None
     activity: UnitActivity | None
-    spread: bool
+    spread: SpreadProbe | None
     measured: tuple[int, int] = (-1, -1)
     describe: Describe | None = None
 
@@ -134,8 +134,8 @@ class _Observed:
             )
         if self.tokens is not None and (inputs := _numeric(given)):
             probes.append(self.tokens.measure(inputs[0]))
-        if self.spread and len(output) == 1:
-            probes.append(spread_of_examples(output[0]))
+        if self.spread is not None and len(output) == 1:
+            probes.append(self.spread.measure(output[0], step, mode))
         return tuple(probe for probe in probes if probe is not None)
 
 
@@ -289,7 +289,7 @@ class ActivationHooks:
             channels if "channels" in probes and channels.applies else None,
             tokens if tokens.applies else None,
             activity if activity.applies else None,
-            id(module) in self._ends,
+            SpreadProbe() if id(module) in self._ends else None,
         )
         if not (observed.output.info.collections or observed.input.info.collections):
             return

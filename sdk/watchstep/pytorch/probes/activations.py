@@ -26,7 +26,7 @@ Examples. The share of an output's mean square that differs between examples, wi
     example_spread = sum of variances / (sum of variances + sum of squared means)
 
 It is 0 if all examples have the same output, and 1 if the features have the mean 0. It is computed in float32, with an error of about
-1e-6. At most 64 examples and about 256 features of each are used.
+1e-6. At most 64 examples and about 256 features of each are used, in training passes, at most once in ten steps.
 """
 
 from __future__ import annotations
@@ -368,6 +368,7 @@ def _above_zero(_: Tensor, output: Tensor) -> Tensor:
 
 _LEAST_EXAMPLES, _MOST_EXAMPLES, _MOST_FEATURES = 8, 64, 256
 _MOST_ENDS = 16
+_STEPS_BETWEEN = 10
 
 
 @dataclass(frozen=True)
@@ -403,6 +404,20 @@ def spread_of_examples(values: Tensor) -> _Spread | None:
     examples = examples.float()
     mean, every = examples.mean(0), examples.reshape(-1)
     return _Spread(len(examples), HostCopy(stacked([mean.dot(mean), every.dot(every)])))
+
+
+class SpreadProbe:
+    """Measures how far the examples of one layer's outputs differ, in training passes, at most once in ten steps."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def measure(self, output: Tensor, step: int, mode: Mode) -> _Spread | None:
+        """Measure one output, as `spread_of_examples`."""
+        if mode != "train" or step < self._next:
+            return None
+        self._next = step + _STEPS_BETWEEN
+        return spread_of_examples(output)
 
 
 def ends_of_parts(model: nn.Module) -> set[int]:
