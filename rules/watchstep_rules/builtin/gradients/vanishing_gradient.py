@@ -256,7 +256,7 @@ def _of_empty_states(block: Block, hits: NDArray[np.intp], size: Floats, step: N
 def _with_winners(winners: list[str], block: Block, steps: NDArray[np.int64], rivalry: Rivals) -> list[str]:
     """Add layers with a gradient at steps at which a loss has no value of its rival, as ``tensor/loss``."""
     place = np.searchsorted(steps, block.step)
-    new = set()
+    new: set[str] = set()
     for loss, with_loser in rivalry.with_loser.items():
         tensors = np.unique(block.tensor[~with_loser[place]]).tolist()
         new.update(f"{block.catalogue[tensor].name}/{loss}" for tensor in tensors)
