@@ -711,15 +711,21 @@ class Hook:
         self._given = self._given or GivenValues(self._session, _tensor_recorder)
         self._given.record_all({**(values or {}), **given}, collection, role, mode or self.mode)
 
-    def attach_updates(self, count_by_hand: Callable[[], None], close: Callable[[], None]) -> None:
+    def attach_updates(
+        self, count_by_hand: Callable[[], None], close: Callable[[], None], *, explains: bool = False
+    ) -> None:
         """Let an adapter of a framework record updates until this hook is closed.
 
         Args:
             count_by_hand: called when the program calls `step`: from then on updates are not counted as steps.
             close: called when the recording ends, to record the last update, or in a forked child. Never raises.
+            explains: whether it computes the step that stops the training again, where `explain` is set.
         """
-        if self._explains:
-            self._health.note("explain", "only steps of PyTorch are computed again: the stop names no line")
+        if self._explains and not explains:
+            self._health.note(
+                "explain",
+                "only steps of PyTorch and of JAX with optax are computed again: the stop names no line",
+            )
         self._count_by_hand.append(count_by_hand)
         self._ending.detach_with(close)
 

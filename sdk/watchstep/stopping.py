@@ -114,6 +114,18 @@ class OnNonfinite:
         """Return whether the training stops before the last of some non-finite updates in a row."""
         return self.action == "stop" or (self.max_skips is not None and in_a_row > self.max_skips)
 
+    def reason(self, step: int, in_a_row: int, explanation: str = "") -> str:
+        """Return the reason of a stop before the last of some non-finite updates in a row.
+
+        Args:
+            step: the step of that update.
+            in_a_row: the number of these updates.
+            explanation: what the step has shown when it was computed again; empty if it was not.
+        """
+        was_skipped = self.action == "skip" and in_a_row > 1
+        skipped = f", after {in_a_row - 1} skipped updates" if was_skipped else ""
+        return f"the gradients of step {step} are not finite{skipped}{explanation and '; '}{explanation}"
+
 
 ON_NONFINITE_WORDS = ('"record"', '"skip"', '"skip:N"', '"stop"')
 """The forms that `OnNonfinite.parse` accepts."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from watchstep.capture.document.files import inline_from_environment
 from watchstep.format import tensors
-from watchstep.hook_arguments import ON_NONFINITE
+from watchstep.hook_arguments import EXPLAIN, ON_NONFINITE
 from watchstep.jax import compiled_steps, optimizers, traced_updates
 from watchstep.jax.activations import modules
 from watchstep.jax.compiled_steps import CompiledStep
@@ -25,7 +25,8 @@ class FirstUpdate:
     def __init__(self) -> None:
         self._waiting = True
         # The first step is traced before there is a hook.
-        request_settings(self, StepSettings(os.environ.get(ON_NONFINITE, "record") != "record"))
+        explains = os.environ.get(EXPLAIN) == "1"
+        request_settings(self, StepSettings(explains or os.environ.get(ON_NONFINITE, "record") != "record"))
         compiled_steps.observe(self)
         traced_updates.observers_of_inner.append(self._inner)
         traced_updates.not_observed.append(self._not_observed)

@@ -27,7 +27,7 @@ from watchstep.jax.internals import jax_names
 from watchstep.jax.ring.step_ring import check_rings
 from watchstep.jax.sharding.argument_shardings import argument_shardings
 from watchstep.jax.stacked_layers import stacked_arguments
-from watchstep.jax.step_settings import effective_settings
+from watchstep.jax.step_settings import StepSettings, effective_settings
 from watchstep.jax.traced_updates import (
     InnerUpdates,
     RecordingForm,
@@ -85,6 +85,10 @@ def forget(observer: StepObserver) -> None:
     """Pass no more updates to an observer."""
     if observer in _observers:
         _observers.remove(observer)
+
+
+plain_calls: list[Callable[[CompiledStep, Any, Any], None]] = []
+"""Called with the function, the arguments and the result of each call that makes no update. They raise nothing."""
 
 
 stopping: list[Callable[[Any], None]] = []
@@ -153,7 +157,9 @@ class CompiledStep:
         if form is not None and form.settings is effective_settings() and not _is_being_debugged():
             with recording_form(form):
                 result, updates = self._recording(*arguments, **keywords)
-            return result if not updates else self._passed_on(updates, arguments, keywords, result)
+            if updates:
+                return self._passed_on(updates, arguments, keywords, result)
+            return self._noted(arguments, keywords, result) if plain_calls else result
         if self._is_disabled or _is_being_debugged():
             return self._plain(*arguments, **keywords)
         try:
@@ -173,7 +179,9 @@ class CompiledStep:
                 result = self._called(arguments, keywords)
             if not (self.has_updates or self._is_disabled or self.observed.is_open):
                 self._quiet_form = form
-            return result
+            return (
+                self._noted(arguments, keywords, result) if plain_calls and not self.has_updates else result
+            )
         try:
             for observer in tuple(_observers):
                 observer.about_to_dispatch(self, (arguments, keywords))
@@ -292,6 +300,12 @@ class CompiledStep:
                     raise
         return self._passed_on(updates, arguments, keywords, result) if updates else result
 
+    def _noted(self, arguments: Any, keywords: Any, result: Any) -> Any:
+        """Note a call without an update, and return its result."""
+        for listener in tuple(plain_calls):
+            listener(self, (arguments, keywords), result)
+        return result
+
     def _passed_on(self, updates: StepOutputs, arguments: Any, keywords: Any, result: Any) -> Any:
         """Pass the updates of a call on, and return its result."""
         self._note(updates)
@@ -354,6 +368,29 @@ class CompiledStep:
     def recording_trace(self, arguments: Any, keywords: Any) -> Any:
         """Return the trace of the recording form for a call, whose arguments may have been donated."""
         return self._trace(arguments, keywords)[1]
+
+    def traced_anew(self, arguments: Any, keywords: Any) -> Any:
+        """Return a new trace of the function for a call, whose updates are made whatever they are. Nothing of it is recorded.
+
+        Its results are ``(result, extra outputs)``; the result alone if updates are inside of it.
+        """
+        settings = StepSettings(measures=False)
+        form = RecordingForm(-self._forms.number, settings, None, is_probe=self.has_inner_updates)
+        with recording_form(form):
+            if not self.has_inner_updates:
+                return self._compiled(self._forms.without_modules()).trace(*arguments, **keywords)
+            with probing():
+                return self._inner.trace(*arguments, **keywords)
+
+    def called_again(self, arguments: Any, keywords: Any) -> Any:
+        """Return what another call of the compiled function returns, extra outputs included, of which nothing is recorded; None if it would be.
+
+        Arguments that the function donates are deleted.
+        """
+        if self.has_inner_updates or self.observed.has_rows or self._form is None:
+            return None
+        with recording_form(self._form):
+            return self._recording(*arguments, **keywords)
 
     def _trace(self, arguments: Any, keywords: Any) -> tuple[StepOutputs, Any]:
         """Trace the recording form, once for each kind of arguments. Returns its updates and the trace."""

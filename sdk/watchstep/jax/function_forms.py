@@ -74,8 +74,14 @@ class FunctionForms:
         self.recording = self._recording_like(self.recording)
         return self.recording
 
-    def _recording_like(self, like: Function) -> Function:
-        observed, function = self.observed, self._function
+    def without_modules(self) -> Function:
+        """Return another function that returns what ``recording`` does, and observes no modules."""
+        observed = ObservedStep()
+        observed.close()
+        return self._recording_like(self.recording, observed)
+
+    def _recording_like(self, like: Function, observed: ObservedStep | None = None) -> Function:
+        observed, function = observed or self.observed, self._function
 
         def step(*arguments: Any, **keywords: Any) -> tuple[Any, StepOutputs]:
             with collecting() as collector, observed.tracing():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax
@@ -228,6 +228,40 @@ class _Part:
         """Return it as an array of NumPy. Waits for its computation."""
         whole = np.asarray(self.data)
         return whole if self.layer is None else whole[self.layer]
+
+
+@dataclass(frozen=True)
+class PremeasuredWeights:
+    """Weights that were measured before the step that donates them.
+
+    Attributes:
+        rows: indices of the measured parameters.
+        measurement: their statistics.
+        places: which part of each parameter was measured; empty for whole ones.
+        arrays: copies of those that are saved in full.
+    """
+
+    rows: tuple[int, ...]
+    measurement: Measurement
+    places: tuple[Placement, ...] = ()
+    arrays: dict[int, Any] = field(default_factory=dict)
+    is_measured: ClassVar[bool] = False
+
+    def measure(self, rows: Any) -> tuple[list[int], Measurement]:
+        """Return the statistics of some of them, which are known."""
+        if tuple(rows) == self.rows:
+            return list(self.rows), self.measurement
+        places = {row: place for place, row in enumerate(self.rows)}
+        chosen = [row for row in rows if row in places]
+        return chosen, Reordered((self.measurement,), tuple(places[row] for row in chosen))
+
+    def has_nonfinite(self, turn: int, slices: int) -> bool:  # noqa: ARG002 - weights are not checked
+        """Return False."""
+        return False
+
+    def array(self, row: int) -> Any:
+        """Return the copy of one."""
+        return self.arrays.get(row)
 
 
 def is_on_host(array: Any) -> bool:

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -30,10 +30,11 @@ from watchstep.jax.activations import modules
 from watchstep.jax.activations.activation_reader import ActivationReader
 from watchstep.jax.activations.activation_ring import ActivationSnapshot, activation_ring
 from watchstep.jax.compiled_steps import CompiledStep, dispatching, stacked_of
-from watchstep.jax.host_values import HostLayout, JaxArrays, is_on_host
+from watchstep.jax.host_values import HostLayout, JaxArrays, PremeasuredWeights, is_on_host
 from watchstep.jax.internals import has_rings, jax_names, surroundings
 from watchstep.jax.names import describe, layer_descriptions
 from watchstep.jax.replay.step_bundles import BundledCall, StepBundles
+from watchstep.jax.replay.step_redo import StepRedo
 from watchstep.jax.ring.ring_reader import RingReader, warn_of_unobserved
 from watchstep.jax.ring.ring_snapshots import RingStep
 from watchstep.jax.step_settings import StepSettings, request_settings, withdraw_settings
@@ -42,9 +43,9 @@ from watchstep.jax.traced_updates import (
     TracedUpdate,
     UpdateLayout,
     UpdateOutputs,
+    ranks_of,
 )
 from watchstep.jax.update_parts import is_top_level
-from watchstep.kernels.measurement import Measurement, Reordered
 from watchstep.stopping import OnNonfinite, StopTraining
 from watchstep.updates.parameter_names import prefixed
 from watchstep.updates.program_updates import scaler_metrics
@@ -58,37 +59,6 @@ _CALLS_UNTIL_OVER = 200
 _CALLS_UNTIL_OTHER = 20
 """Number of calls without an update of the model that counts steps, after which another one does: the program trains another model now. A
 critic is updated a few times for each update of its generator."""
-
-
-@dataclass(frozen=True)
-class _Premeasured:
-    """Weights that were measured before the step that donates them.
-
-    Attributes:
-        rows: indices of the measured parameters.
-        measurement: their statistics.
-        places: which part of each parameter was measured; empty for whole ones.
-        arrays: copies of those that are saved in full.
-    """
-
-    rows: tuple[int, ...]
-    measurement: Measurement
-    places: tuple[Placement, ...] = ()
-    arrays: dict[int, Any] = field(default_factory=dict)
-    is_measured: ClassVar[bool] = False
-
-    def measure(self, rows: Any) -> tuple[list[int], Measurement]:
-        if tuple(rows) == self.rows:
-            return list(self.rows), self.measurement
-        places = {row: place for place, row in enumerate(self.rows)}
-        chosen = [row for row in rows if row in places]
-        return chosen, Reordered((self.measurement,), tuple(places[row] for row in chosen))
-
-    def has_nonfinite(self, turn: int, slices: int) -> bool:  # noqa: ARG002 - weights are not checked
-        return False
-
-    def array(self, row: int) -> Any:
-        return self.arrays.get(row)
 
 
 @dataclass
@@ -125,7 +95,7 @@ class _PendingUpdate:
 
     model: _Model
     outputs: UpdateOutputs
-    weights: _Premeasured | None
+    weights: PremeasuredWeights | None
     activations: ActivationSnapshot | None = None
 
 
@@ -135,18 +105,35 @@ class _PendingCall:
 
     Attributes:
         updates: its updates.
-        bundled: its arguments, for a bundle; None if they are not those of one update.
+        bundled: its arguments; None if they are not kept.
+        earlier: calls without an update before it.
     """
 
     updates: Sequence[_PendingUpdate]
     bundled: BundledCall | None
+    earlier: Sequence[BundledCall] = ()
+
+
+@dataclass(frozen=True)
+class _PendingRings:
+    """A call that has written to rings which are not read yet.
+
+    Attributes:
+        rings: these, each with its model.
+        bundled: its arguments; None if they are not kept.
+        earlier: calls without an update before it.
+    """
+
+    rings: Sequence[tuple[_Model, RingReader]]
+    bundled: BundledCall | None
+    earlier: Sequence[BundledCall]
 
 
 class _CallWeights(threading.local):
     """Weights that were measured before the call that a thread is about to make, by the id of their model."""
 
     def __init__(self) -> None:
-        self.by_model: dict[int, _Premeasured] = {}
+        self.by_model: dict[int, PremeasuredWeights] = {}
 
 
 _ModelKey = tuple[Any, ...]
@@ -156,7 +143,12 @@ class UpdateReader:
     """Reads the extra outputs of compiled steps, and passes them to the recorder. Used on the training thread."""
 
     def __init__(
-        self, session: Session, on_nonfinite: OnNonfinite, bundles: StepBundles, ranks: int = 1
+        self,
+        session: Session,
+        on_nonfinite: OnNonfinite,
+        bundles: StepBundles,
+        ranks: int = 1,
+        redo: StepRedo | None = None,
     ) -> None:
         """Start without updates.
 
@@ -165,8 +157,10 @@ class UpdateReader:
             on_nonfinite: the gate policy.
             bundles: writes bundles of steps.
             ranks: number of ranks of the run.
+            redo: computes the step that stops the training again; None if it is not.
         """
         self._ranks = ranks
+        self._redo = redo
         self._bundles = bundles
         self._session = session
         self._on_nonfinite = on_nonfinite
@@ -175,7 +169,7 @@ class UpdateReader:
         self._functions: weakref.WeakSet[CompiledStep] = weakref.WeakSet()
         self._weights = _CallWeights()
         self._pending: list[_PendingCall] = []
-        self._dispatches: deque[list[tuple[_Model, RingReader]]] = deque()
+        self._dispatches: deque[_PendingRings] = deque()
         self._reading = threading.RLock()  # a signal's handler may close the hook
         self._counting: _Model | None = None
         self._others = 0
@@ -208,8 +202,9 @@ class UpdateReader:
                 step = self._session.recorder.last_finished + 1
                 self._activations.about_to_dispatch(step, has_inner_updates=function.has_inner_updates)
             self._measure_weights(function, arguments)
-            if not function.has_inner_updates:  # else a call has several steps
+            if not function.has_inner_updates or self._bundles.keeps_all:
                 self._bundles.keep_donated(function)
+            if not function.has_inner_updates:  # else a call has several steps
                 self._bundles.write_requested(self._session.recorder.step, function, arguments)
         except StopTraining:
             raise
@@ -228,13 +223,14 @@ class UpdateReader:
             self._reading.release()
 
     def _read_dispatches(self, *, at_end: bool) -> None:
-        while self._dispatches and (at_end or all(ring.is_due for _, ring in self._dispatches[0])):
+        while self._dispatches and (at_end or all(ring.is_due for _, ring in self._dispatches[0].rings)):
             with dispatching:
                 dispatch = self._dispatches.popleft()
-                for model, ring in dispatch:
+                for model, ring in dispatch.rings:
                     model.held += ring.take()
+                    self._explain_updates_of(model, dispatch.bundled, dispatch.earlier)
                 # Large rows arrive a dispatch later. The updates of other models are of the same steps, and wait for them.
-                if len(dispatch) == 1 or all(ring.is_complete for _, ring in dispatch):
+                if len(dispatch.rings) == 1 or all(ring.is_complete for _, ring in dispatch.rings):
                     self._record_held()
         if not at_end:
             return
@@ -288,7 +284,16 @@ class UpdateReader:
                 stop = stop or error  # the program has made this update and the later ones
                 model.recorder.end_step()
         if stop is not None:
+            self._session.recorder.stopped = stop.request
             raise stop
+
+    def _explain_updates_of(
+        self, model: _Model, call: BundledCall | None, earlier: Sequence[BundledCall], **given: Any
+    ) -> None:
+        """Let the next bad update of a model that stops the training be computed again from its call, if that is requested."""
+        if self._redo is not None:
+            given = {"parameters": (), "unmoved": None, **given}
+            model.recorder.explain_bad_step = functools.partial(self._redo.explain, call, earlier, **given)
 
     def _read_activations_of(self, model: _Model) -> None:
         """Let the ring of the first optimizer record the activations of its updates."""
@@ -335,20 +340,21 @@ class UpdateReader:
             if self._activations is not None and function.observed.has_rows:
                 activations = self._activations.dispatched(has_inner_updates=function.has_inner_updates)
             weights, self._weights.by_model = self._weights.by_model, {}
-            for update, rank in zip(outputs, _ranks([update.layout for update in outputs]), strict=True):
+            for update, rank in zip(outputs, ranks_of([update.layout for update in outputs]), strict=True):
                 model = self._model_of(update.layout, stacked_of(update.layout), rank)
                 if model is not None:
                     call.append(_PendingUpdate(model, update, weights.pop(id(model), None), activations))
             layouts = [update.layout for update in outputs]
             bundled = self._bundles.called(function, layouts, arguments, result)
+            earlier = () if self._redo is None else self._redo.take_recent()
             if call:
-                self._pending.append(_PendingCall(call, bundled))
+                self._pending.append(_PendingCall(call, bundled, earlier))
             for layout in function.inner_layouts:
                 ring_model = self._models.get((*layout.structure, layout.rank))
                 if ring_model is not None and ring_model.ring is not None:
                     rings[id(ring_model)] = ring_model, ring_model.ring
             if copied := [(ring_model, ring) for ring_model, ring in rings.values() if ring.dispatched()]:
-                self._dispatches.append(copied)
+                self._dispatches.append(_PendingRings(copied, bundled, earlier))
         except Exception as error:  # noqa: BLE001 - as above
             self._session.health.fault("jax", error)
 
@@ -375,6 +381,8 @@ class UpdateReader:
         weights = JaxArrays(tuple(leaves)) if len(leaves) == len(outputs.gradients) else None
         self._count_steps([model])
         model.recorder.bundle_bad_step = model.recorder.record_activations = None
+        earlier = () if self._redo is None else self._redo.take_recent()
+        self._explain_updates_of(model, None, earlier, parameters=leaves)
         self._record(model, outputs, weights, () if weights is None else weights.places())
 
     def trace(self, update: TracedUpdate, loss: Any) -> None:
@@ -428,7 +436,10 @@ class UpdateReader:
             self._activations.close()
         self._models.clear()
         self._pending = []
+        self._dispatches.clear()
         self._bundles.forget()
+        if self._redo is not None:
+            self._redo.close()
 
     def count_by_hand(self) -> None:
         """Record the updates so far, whose step `Hook.step` ends, and count steps by it from now on.
@@ -534,7 +545,7 @@ class UpdateReader:
         self._functions.add(function)
         called = function.layouts_of(*arguments)
         leaves = jax.tree_util.tree_leaves(arguments)
-        for update, rank in zip(called, _ranks([update.layout for update in called]), strict=True):
+        for update, rank in zip(called, ranks_of([update.layout for update in called]), strict=True):
             model = self._model_of(update.layout, update.stacked, rank)
             places = [place for place in update.layout.inputs if place is not None]
             if model is None or len(places) < len(update.layout.inputs) or id(model) in weights:
@@ -545,7 +556,7 @@ class UpdateReader:
                 if measured is not None:
                     weights[id(model)] = measured
 
-    def _premeasured(self, model: _Model, arrays: tuple[Any, ...]) -> _Premeasured | None:
+    def _premeasured(self, model: _Model, arrays: tuple[Any, ...]) -> PremeasuredWeights | None:
         if not all(isinstance(array, jax.Array) and is_on_host(array) for array in arrays):
             return None
         jax.block_until_ready(arrays)
@@ -554,7 +565,7 @@ class UpdateReader:
         rows, measurement = values.measure(range(sum(model.layers)))
         saves = self._session.full_tensors.active and self._session.full_tensors.any_due(model.recorder.step)
         copies = {row: values.array(row) for row in rows} if saves else {}
-        return _Premeasured(tuple(rows), measurement, values.places(), copies)
+        return PremeasuredWeights(tuple(rows), measurement, values.places(), copies)
 
     def _settle(self) -> None:
         """Record the updates of the calls so far. Those that are no steps come first, and belong to the step that the others end."""
@@ -565,13 +576,18 @@ class UpdateReader:
             first = updates[0]
             first.model.recorder.bundle_bad_step = (
                 None
-                if call.bundled is None
+                if call.bundled is None or not call.bundled.has_one_update
                 else functools.partial(self._bundles.write_bad, call.bundled, first.outputs.unmoved)
             )
+            for update in updates:
+                unmoved = update.outputs.unmoved
+                self._explain_updates_of(update.model, call.bundled, call.earlier, unmoved=unmoved)
             try:
                 self._record_call(updates)
             finally:
                 first.model.recorder.bundle_bad_step = None  # it refers to the arguments
+                for update in updates:
+                    update.model.recorder.explain_bad_step = None
 
     def _record_call(self, updates: Sequence[_PendingUpdate]) -> None:
         ordered = sorted(updates, key=lambda update: update.model.recorder.counts_steps)
@@ -632,26 +648,6 @@ class UpdateReader:
             )
 
 
-def _ranks(layouts: Sequence[UpdateLayout]) -> list[int]:
-    """Return which of the parameter sets of equal structure each update of a call is of.
-
-    A set is known by its parameters among the arguments of the call; if the program did not pass them to the optimizer, by the optimizer's state.
-    An update with neither is of the set that was updated last: the program makes several in one call.
-    """
-    sets: dict[Any, list[Any]] = {}
-    ranks: list[int] = []
-    for layout in layouts:
-        owners = sets.setdefault(layout.structure, [])
-        owner = layout.inputs if None not in layout.inputs else layout.states
-        if not owner or None in owner:
-            ranks.append(max(0, len(owners) - 1))
-            continue
-        if owner not in owners:
-            owners.append(owner)
-        ranks.append(owners.index(owner))
-    return ranks
-
-
 _readers: weakref.WeakKeyDictionary[Hook, UpdateReader] = weakref.WeakKeyDictionary()
 
 
@@ -695,26 +691,23 @@ class Recording:
         install()
         measures = None if figures is None else figures == "device"
         request_settings(self, StepSettings(policy.action != "record", measures))
-        session = hook._session  # noqa: SLF001 - as above
+        session, identity = hook._session, hook._identity  # noqa: SLF001 - as above
         bundles = StepBundles(
             session,
-            hook._identity,  # noqa: SLF001 - as above
+            identity,
             hook.run_url,
             withholds=policy.action != "record",
+            keeps_all=hook._explains,  # noqa: SLF001 - as above
         )
-        reader = UpdateReader(
-            session,
-            policy,
-            bundles,
-            hook._identity.world_size,  # noqa: SLF001 - as above
-        )
+        redo = StepRedo(session, identity.worker, bundles) if hook._explains else None  # noqa: SLF001 - as above
+        reader = UpdateReader(session, policy, bundles, identity.world_size, redo)
         self._health = session.health
         observes = activations and tensors.ACTIVATIONS in session.config.chosen
         modules.observe_modules(observes)
         if observes:
             reader.observe_activations()
         self._reader = _readers[hook] = reader
-        hook.attach_updates(reader.count_by_hand, self.close)
+        hook.attach_updates(reader.count_by_hand, self.close, explains=True)
         compiled_steps.observe(reader)
         traced_updates.observers_of_inner.append(self.inner_update)
         traced_updates.faults.append(session.health.fault)

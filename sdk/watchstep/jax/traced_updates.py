@@ -315,6 +315,26 @@ class TraceCollector:
         return (*inner, *(outputs_of(update, loss, places) for update, loss in self._updates))
 
 
+def ranks_of(layouts: Sequence[UpdateLayout]) -> list[int]:
+    """Return which of the parameter sets of equal structure each update of a call is of.
+
+    A set is known by its parameters among the arguments of the call; if the program did not pass them to the optimizer, by the optimizer's state.
+    An update with neither is of the set that was updated last: the program makes several in one call.
+    """
+    sets: dict[Any, list[Any]] = {}
+    ranks: list[int] = []
+    for layout in layouts:
+        owners = sets.setdefault(layout.structure, [])
+        owner = layout.inputs if None not in layout.inputs else layout.states
+        if not owner or None in owner:
+            ranks.append(max(0, len(owners) - 1))
+            continue
+        if owner not in owners:
+            owners.append(owner)
+        ranks.append(owners.index(owner))
+    return ranks
+
+
 def outputs_of(update: TracedUpdate, loss: Any, places: Mapping[int, int]) -> UpdateOutputs:
     """Return the extra outputs of an update.
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import linecache
-import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
-from watchstep.trace.operations import CallSite
+from watchstep.trace.operations import CallSite, is_library, source_texts
 
 _MAX_DEPTH = 40
 """Maximum number of recorded frames of a stack, from the innermost."""
-_MAX_SOURCE_BYTES = 2 * 2**20
-"""Maximum size of one source file in a trace."""
 _HIDDEN = tuple(
     f"{Path(folder).resolve()}/" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent)
 )
@@ -63,14 +59,7 @@ class CallStacks:
 
     def sources(self) -> dict[str, str]:
         """Return the text of each source file of the program, those of installed packages left out."""
-        files = {code.co_filename for stack in self._stacks for code, _ in stack}
-        texts = {}
-        for file in sorted(files):
-            if not _is_library(file):
-                text = "".join(linecache.getlines(file))  # also knows cells of notebooks
-                if text and len(text) <= _MAX_SOURCE_BYTES:
-                    texts[file] = text
-        return texts
+        return source_texts(code.co_filename for stack in self._stacks for code, _ in stack)
 
 
 def _site(code: CodeType, instruction: int) -> CallSite:
@@ -79,15 +68,4 @@ def _site(code: CodeType, instruction: int) -> CallSite:
         if start <= instruction < end and number is not None:
             line = number
             break
-    return CallSite(code.co_filename, line, code.co_name, _is_library(code.co_filename))
-
-
-_LIBRARIES = tuple(
-    f"{path}/"
-    for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    if path
-)
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or "/site-packages/" in file or "/dist-packages/" in file
+    return CallSite(code.co_filename, line, code.co_name, is_library(code.co_filename))

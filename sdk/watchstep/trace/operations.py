@@ -6,7 +6,9 @@ that an operation allocates gets a new id, also at an address that was used befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import linecache
+import sysconfig
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -270,3 +272,28 @@ class Trace:
     def steps(self) -> list[int]:
         """The steps, ascending."""
         return sorted({operation.step for operation in self.operations})
+
+
+_MAX_SOURCE_BYTES = 2 * 2**20
+"""Maximum size of one source file in a trace."""
+_LIBRARIES = tuple(
+    f"{path}/"
+    for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    if path
+)
+
+
+def is_library(file: str) -> bool:
+    """Return whether a source file belongs to an installed package."""
+    return file.startswith(_LIBRARIES) or "/site-packages/" in file or "/dist-packages/" in file
+
+
+def source_texts(files: Iterable[str]) -> dict[str, str]:
+    """Return the text of each source file of the program, those of installed packages left out."""
+    texts = {}
+    for file in sorted(set(files)):
+        if not is_library(file):
+            text = "".join(linecache.getlines(file))  # also knows cells of notebooks
+            if text and len(text) <= _MAX_SOURCE_BYTES:
+                texts[file] = text
+    return texts

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 import sys
 import threading
 import weakref
@@ -47,7 +46,7 @@ from watchstep.stopping import FROM_ANOTHER_RANK, NOT_AGAIN
 from watchstep.trace.online import OnlineTracing
 from watchstep.trace.operations import Trace
 from watchstep.trace.origins import Diagnosis, diagnose
-from watchstep.trace.report import render_cause, render_diagnosis
+from watchstep.trace.report import render_cause, render_diagnosis, suspects
 from watchstep.trace.trace_file import encode_trace
 from watchstep.trace.trace_steps import TraceSteps
 
@@ -462,7 +461,7 @@ class StepRedo:
         values = ", ".join(f"{each.float().item():.6g}" for each in losses_now[:4])
         return (
             f"not reproducible: computed again twice from the same inputs, it is finite with equal losses ({values}); "
-            f"suspect the hardware of {socket.gethostname()} (rank {self._worker}), a race between threads, or state of the program such as a counter"
+            f"{suspects(self._worker)}"
         )
 
     def _pass_begins(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,6 +77,14 @@ def _unusual_lines(trace: Trace, found: UnusualStep) -> Iterator[str]:
 
 def _range(unusual: UnusualOperation) -> str:
     return f"root mean square {unusual.size:.4g}, usually {unusual.low:.4g} to {unusual.high:.4g}"
+
+
+def suspects(worker: int) -> str:
+    """Return what to suspect if a step is finite when it is computed again from the same inputs."""
+    return (
+        f"suspect the hardware of {socket.gethostname()} (rank {worker}), a race between threads, "
+        "or state of the program such as a counter"
+    )
 
 
 def render_trace_difference(trace: Trace, difference: TraceDifference) -> str:

@@ -20,7 +20,7 @@ from watchstep.capture.steps.session import Session
 from watchstep.errors import ConfigError
 from watchstep.format import tensors
 from watchstep.format.tensors import Placement, TensorInfo
-from watchstep.stopping import OnNonfinite
+from watchstep.stopping import NOT_AGAIN, OnNonfinite
 from watchstep.updates.tensor_values import PartialValues, TensorValues
 
 _SLICES = 8
@@ -134,6 +134,8 @@ class UpdateRecorder:
         self._described = self._describe_roles()
         self.bundle_bad_step: Callable[[int, Update], None] | None = None
         """Bundles the step with NaN or infinity whose update is being recorded; None if its inputs are gone."""
+        self.explain_bad_step: Callable[[int, Update], str] | None = None
+        """Computes the step that is about to stop the training again, and returns what it has shown; None if such steps are not computed again."""
         self.record_activations: Callable[[int], None] | None = None
         """Records the activations of the update that is being recorded, at its step."""
         self.updates_in_step = 0
@@ -247,8 +249,14 @@ class UpdateRecorder:
             self._report_empty_collections()
 
     def _apply_policy(self, update: Update, *, is_nonfinite: bool) -> None:
-        """Count an update that was left out, and stop if the policy requests it. Those that the framework leaves out itself are its own."""
-        if not is_nonfinite or update.is_skipped:
+        """Count an update that was left out, and stop if the policy requests it.
+
+        Those that the framework leaves out itself are its own, unless their loss is not finite either and the step is to be computed again.
+        """
+        is_explained = self.explain_bad_step is not None and not all(
+            map(math.isfinite, update.losses.values())
+        )
+        if not is_nonfinite or (update.is_skipped and not is_explained):
             if self._in_a_row and self._policy.action == "skip" and self._records_metrics:
                 self._recorder.scalar(WITHHELD, 0.0)
             self._in_a_row = 0
@@ -260,9 +268,18 @@ class UpdateRecorder:
             if self._records_metrics:
                 self._recorder.scalar(WITHHELD, 1.0)
         if self._policy.stops_at(self._in_a_row):
-            was_skipped = self._policy.action == "skip" and self._in_a_row > 1
-            skipped = f", after {self._in_a_row - 1} skipped updates" if was_skipped else ""
-            self._recorder.stop(f"the gradients of step {step} are not finite{skipped}", "gate policy")
+            explanation = self._explanation(step, update)
+            self._recorder.stop(self._policy.reason(step, self._in_a_row, explanation), "gate policy")
+
+    def _explanation(self, step: int, update: Update) -> str:
+        """Return what the bad step shows when it is computed again; empty if it is not."""
+        if self.explain_bad_step is None:
+            return ""
+        try:
+            return self.explain_bad_step(step, update)
+        except Exception as error:  # noqa: BLE001 - the training stops nevertheless
+            self._session.health.fault("explain", error)
+            return f"{NOT_AGAIN}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
 
     def _measure(self, update: Update) -> bool:
         """Measure what is due. Returns whether the gradients contain NaN or infinity."""

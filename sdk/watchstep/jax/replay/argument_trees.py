@@ -82,7 +82,16 @@ class ArgumentTree:
 
     def names(self, parameters: Sequence[str] = ()) -> list[str]:
         """Return the names of the dynamic leaves, as ``params.layer.kernel``, or ``arguments[0].layer.kernel`` without names of parameters."""
-        return [_name_of(self.paths[place], parameters) for place in self.dynamic]
+        return [self.name(place, parameters) for place in self.dynamic]
+
+    def name(self, place: int, parameters: Sequence[str] = ()) -> str:
+        """Return the name of a leaf, as `names` does."""
+        path = self.paths[place]
+        if path[0].idx == 1:
+            return suffix(path[1:]).lstrip(".")
+        position = path[1].idx
+        argument = parameters[position] if position < len(parameters) else f"arguments[{position}]"
+        return f"{argument}{suffix(path[2:])}"
 
     def check_present(self, parameters: Sequence[str] = ()) -> None:
         """Check that no value was donated.
@@ -148,10 +157,3 @@ def _is_dynamic(leaf: Any) -> bool:
     if is_reference(leaf) or isinstance(leaf, (jax.Array, bool, int, float, complex, np.generic, LostLeaf)):
         return True
     return isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUmM"
-
-
-def _name_of(path: Sequence[Any], parameters: Sequence[str]) -> str:
-    if path[0].idx == 1:
-        return suffix(path[1:]).lstrip(".")
-    place = path[1].idx
-    return f"{parameters[place] if place < len(parameters) else f'arguments[{place}]'}{suffix(path[2:])}"

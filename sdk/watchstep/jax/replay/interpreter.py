@@ -7,7 +7,9 @@ program without fusion. Nothing is donated, references of the program are copied
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -32,6 +34,9 @@ from watchstep.jax.replay.provenance import (
 from watchstep.jax.replay.shards import ShardedBody, bind_local
 from watchstep.jax.replay.source_frames import call_sites, exact_lines, module_of, phase_of
 from watchstep.jax.replay.value_health import contents, has_nonfinite, health_of_array, is_reference
+
+_OPERATIONS_UNTIL_CHECK = 16
+"""Number of operations after which the memory is looked at."""
 
 _SKIPPED = frozenset({"debug_callback", "debug_print", "inspect_sharding"})
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
@@ -66,6 +71,7 @@ class StepEvaluation:
         contained: number of operations whose non-finite values reached no result.
         evaluated: number of evaluated operations; an iteration counts each.
         notes: what was not evaluated as in the program, as sentences.
+        ended: why it was not evaluated to its end; empty if it was.
     """
 
     results: Any
@@ -73,6 +79,20 @@ class StepEvaluation:
     contained: int
     evaluated: int
     notes: tuple[str, ...]
+    ended: str = ""
+
+
+@dataclass(frozen=True)
+class EvaluationLimits:
+    """What an evaluation may take.
+
+    Attributes:
+        seconds: time, after which no more operations are evaluated.
+        bytes: memory of arrays that is taken in addition.
+    """
+
+    seconds: float = math.inf
+    bytes: float = math.inf
 
 
 def find_first_bad(
@@ -116,18 +136,55 @@ def evaluate_step(
 
     with exact_lines():
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*inputs)
-    interpreter = _Interpreter()
-    results = interpreter.evaluate(closed, inputs, tree.names(parameters))
+    return evaluate_program(closed, inputs, tree.names(parameters), shapes)
+
+
+def evaluate_program(
+    closed: Any,
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    shapes: Any,
+    *,
+    damages: Sequence[Mapping[int, str]] = (),
+    limits: EvaluationLimits | None = None,
+) -> StepEvaluation:
+    """Evaluate a traced program operation by operation.
+
+    Args:
+        closed: its jaxpr.
+        inputs: an array for each of its inputs.
+        names: names of these.
+        shapes: tree of its results, as they were traced.
+        damages: names of results by their places, in which damage is looked for first: of several, the first one with any. All results come last.
+        limits: what it may take; None for no limits.
+    """
     result_leaves, result_tree = jax.tree_util.tree_flatten_with_path(shapes)
-    result_names = [f"result{suffix(path)}" for path, _ in result_leaves]
-    first = interpreter.first_bad(list(zip(result_names, results, strict=True)))
+    every = {place: f"result{suffix(path)}" for place, (path, _) in enumerate(result_leaves)}
+    interpreter = _Interpreter(limits or EvaluationLimits())
+    try:
+        results = interpreter.evaluate(closed, inputs, names)
+    except _LimitReached as limit:
+        first, results, ended = interpreter.first_made(), [], str(limit)
+    else:
+        found = (
+            interpreter.first_bad([(name, results[place]) for place, name in damage.items()])
+            for damage in (*damages, every)
+        )
+        first, ended = next((each for each in found if each is not None), None), ""
     return StepEvaluation(
-        results=jax.tree_util.tree_unflatten(result_tree, [value.array for value in results]),
+        results=None
+        if ended
+        else jax.tree_util.tree_unflatten(result_tree, [each.array for each in results]),
         first_bad=first,
         contained=interpreter.contained if first is None else first.contained,
         evaluated=interpreter.evaluated,
         notes=tuple(interpreter.notes),
+        ended=ended,
     )
+
+
+class _LimitReached(Exception):  # noqa: N818 - no error
+    """An evaluation has reached a limit, which is the text."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +209,7 @@ class _Scope:
 class _Interpreter:
     """Evaluates the equations of one step."""
 
+    limits: EvaluationLimits = field(default_factory=EvaluationLimits)
     evaluated: int = 0
     contained: int = 0
     notes: dict[str, None] = field(default_factory=dict)
@@ -160,9 +218,14 @@ class _Interpreter:
     _last_uses: dict[int, tuple[Any, list[list[Any]]]] = field(default_factory=dict)
     _bodies: dict[int, tuple[Any, ShardedBody]] = field(default_factory=dict)
     _updates: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    _first_made: JaxOperation | None = None
+    _began: float = field(default_factory=time.monotonic)
+    _before: int = 0
 
     def evaluate(self, closed: Any, arguments: Sequence[Any], names: Sequence[str]) -> list[Value]:
         """Evaluate a whole program: the arguments are those of its jaxpr, in order."""
+        if self.limits.bytes < math.inf:
+            self._before = _live_bytes()
         inputs = []
         for array, name in zip(arguments, names, strict=True):
             value = self._given(array, name)
@@ -194,6 +257,21 @@ class _Interpreter:
             if origins:
                 return self._first_of([origins[key] for key in sorted(origins)], damaged)
         return None
+
+    def first_made(self) -> FirstBad | None:
+        """Return the first operation that made NaN or infinity of finite values, of which it is not known whether they reach a result."""
+        made, notes = self._first_made, tuple(self.notes)
+        if made is None:
+            return None
+        return FirstBad("operation", made, "", None, ("not known",), (), 0, self.evaluated, notes)
+
+    def _check_limits(self) -> None:
+        seconds, size = self.limits.seconds, self.limits.bytes
+        if time.monotonic() - self._began > seconds:
+            raise _LimitReached(f"{seconds:g} seconds have passed after {self.evaluated} operations")
+        is_checked = size < math.inf and self.evaluated % _OPERATIONS_UNTIL_CHECK == 0
+        if is_checked and _live_bytes() - self._before > size:
+            raise _LimitReached(f"it takes more than {size / 2**20:g} MiB after {self.evaluated} operations")
 
     def _first_of(
         self, origins: list[BadSource], damaged: Sequence[tuple[str, Provenance | None]]
@@ -291,6 +369,7 @@ class _Interpreter:
 
     def _operation(self, equation: Any, inputs: list[Value], scope: _Scope) -> list[Value]:
         """Evaluate one operation, and find out where what is not finite in its outputs comes from."""
+        self._check_limits()
         arrays = self._evaluated_arrays(equation, inputs, scope)
         index = self.evaluated
         self.evaluated += 1
@@ -321,6 +400,7 @@ class _Interpreter:
 
         def record() -> BadSource:
             self.contained += 1
+            self._first_made = self._first_made or operation()
             return BadSource(index, operation())
 
         def note_reader(source: BadSource) -> None:
@@ -483,6 +563,11 @@ class _Interpreter:
         where = " within shard_map, whose shards take different branches" if scope.shards is not None else ""
         self.notes[f"{name}{where} was evaluated as a whole: the operation inside is not named"] = None
         return self._operation(equation, list(inputs), scope)
+
+
+def _live_bytes() -> int:
+    """Return the size of all arrays of the process."""
+    return sum(array.nbytes for array in jax.live_arrays())
 
 
 def _bind(equation: Any, arrays: Sequence[Any]) -> list[Any]:

@@ -7,21 +7,20 @@ backward pass that the program defines by ``custom_vjp``. `exact_lines` gives th
 from __future__ import annotations
 
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from watchstep.jax.internals import jax_names
-from watchstep.trace.operations import CallSite, Phase
+from watchstep.trace.operations import CallSite, Phase, is_library
 
 _MAX_FRAMES = 16
 _PACKAGE = f"{Path(__file__).parents[2]}/"
+_REPLAY = f"{Path(__file__).parent}/"
 _JAX = f"{Path(jax.__file__).parent}/"
 
 
@@ -77,12 +76,12 @@ def call_sites(traceback: Any) -> tuple[CallSite, ...]:
     for frame in () if traceback is None else traceback.frames:
         if frame.file_name == __file__:
             continue
-        if frame.file_name.startswith(_PACKAGE):
+        if frame.file_name.startswith(_REPLAY):
             break  # what is outside of it called the interpreter
-        if frame.file_name.startswith((_JAX, "<frozen")):
-            continue
+        if frame.file_name.startswith((_PACKAGE, _JAX, "<frozen")):
+            continue  # also what observes calls of the program, such as those of its optimizer
         function = str(frame.function_name).rpartition(".<locals>.")[2]
-        sites.append(CallSite(frame.file_name, frame.line_num, function, _is_library(frame.file_name)))
+        sites.append(CallSite(frame.file_name, frame.line_num, function, is_library(frame.file_name)))
     return tuple(sites[:_MAX_FRAMES])
 
 
@@ -116,9 +115,3 @@ _PLUMBING = (
     "branch_",
 )
 _OWN_SCOPES = frozenset({"jvp", "transpose", "vmap", "checkpoint", "closed_call", "body", "cond", "while"})
-
-
-@cache
-def _is_library(file: str) -> bool:
-    paths = sysconfig.get_paths()
-    return file.startswith(tuple(f"{paths[name]}/" for name in ("purelib", "platlib", "stdlib")))

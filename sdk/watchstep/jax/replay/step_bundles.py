@@ -67,11 +67,16 @@ _MAX_PLANS = 8
 
 _Kind = tuple[Any, tuple[type, ...]]
 
+OVERWRITTEN = "the program has written to an array that it passed to the step"
+
 _CHANGED = "the step donates it, and the program has no output of the step that is equal to it"
 
 _MOVED = "the step donates it, and the optimizer may have changed it, because it left out only a part of the update"
 
 _COUNTED = "it is not kept, and the optimizer has counted the update that it left out"
+
+
+_NO_UPDATE = UpdateLayout((), (), (), (), (), (), has_loss=False)
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,14 @@ class _Plan:
         )
         return cls(kind, layout, parameters, states, copied, lost, hashed, tree)
 
+    @classmethod
+    def of_plain(cls, kind: Any, leaves: Sequence[Any], tree: ArgumentTree) -> _Plan:
+        """Return the plan after a call that makes no update, of which nothing is copied."""
+        plan = cls.of(kind, _NO_UPDATE, leaves, tree)
+        lost = {**plan.lost, **dict.fromkeys(plan.copied, _CHANGED)}
+        hashed = tuple(place for place in plan.hashed if isinstance(leaves[place], np.ndarray))
+        return replace(plan, copied=(), lost=lost, hashed=hashed)
+
     @functools.cached_property
     def kept(self) -> tuple[int, ...]:
         """Places of leaves that are referenced."""
@@ -150,7 +163,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class BundledCall:
-    """A call of a step that makes one update.
+    """A call of a step whose arguments are kept.
 
     Attributes:
         function: the step.
@@ -159,6 +172,8 @@ class BundledCall:
         checksums: of those which the program may write its next batch to.
         outputs: arrays that it has returned, by their ids.
         returned: the arrays among them that have the value of a leaf that is not kept, if the update is withheld, by its place.
+        has_one_update: whether it makes one update, which is no part of a scan, so that it can be bundled.
+        identities: places of its leaves by their ids, those that it has deleted included: what an earlier call refers to has no other id.
     """
 
     function: CompiledStep
@@ -167,6 +182,8 @@ class BundledCall:
     checksums: dict[int, int]
     outputs: Mapping[int, weakref.ref[Any]]
     returned: Mapping[int, Sequence[weakref.ref[Any]]]
+    has_one_update: bool = True
+    identities: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def is_overwritten(self) -> bool:
@@ -226,7 +243,9 @@ class _Waiting(threading.local):
 class StepBundles:
     """Writes the bundles of one hook. Used on the training thread."""
 
-    def __init__(self, session: Session, identity: Identity, run_url: str, *, withholds: bool) -> None:
+    def __init__(
+        self, session: Session, identity: Identity, run_url: str, *, withholds: bool, keeps_all: bool = False
+    ) -> None:
         """Start without calls.
 
         Args:
@@ -234,11 +253,13 @@ class StepBundles:
             identity: the run, attempt and worker.
             run_url: URL of the run, for the message.
             withholds: whether the step leaves out updates by non-finite gradients.
+            keeps_all: whether the arguments of calls that cannot be bundled are kept, too, because a bad step is computed again.
         """
         self._session = session
         self._identity = identity
         self._run_url = run_url
         self._withholds = withholds and session.config.bundles is not None
+        self.keeps_all = keeps_all and self._withholds
         self._waiting = _Waiting()
         self._plans: weakref.WeakKeyDictionary[CompiledStep, list[_Plan]] = weakref.WeakKeyDictionary()
 
@@ -285,14 +306,34 @@ class StepBundles:
             arguments: pytree of positional and keyword arguments. Donated ones are deleted.
             outputs: its result.
         """
-        if not self._withholds or len(layouts) != 1 or function.has_inner_updates:
+        has_one_update = len(layouts) == 1 and not function.has_inner_updates
+        layouts = [*layouts, *function.inner_layouts]
+        if not self._withholds or not layouts or not (has_one_update or self.keeps_all):
             self._waiting.arguments, self._waiting.flat, self._waiting.copies = None, None, {}
             return None
         try:
-            return self._call(function, layouts[0], arguments, outputs)
+            return replace(
+                self._call(function, layouts[0], arguments, outputs), has_one_update=has_one_update
+            )
         except Exception as error:  # noqa: BLE001 - the update is recorded without its arguments
             self._session.health.fault("bundle", error)
             return None
+
+    def plain_called(self, function: CompiledStep, arguments: Any, outputs: Any) -> BundledCall:
+        """Return what is kept of a call that made no update."""
+        leaves, kind = _flatten(arguments)
+        plan = self._plan_of(function, kind)
+        if plan is None:
+            positional, keywords = arguments
+            tree = ArgumentTree.of(positional, keywords, function.static_argnums)
+            plan = _Plan.of_plain(kind, leaves, tree.with_leaves((None,) * len(leaves)))
+            self._plans[function] = [plan, *self._plans.get(function, ())][:_MAX_PLANS]
+        kept = {place: leaves[place] for place in plan.kept}
+        sums = {place: _checksum(kept[place], plan.largest_hashed) for place in plan.hashed}
+        checksums = {place: checksum for place, checksum in sums.items() if checksum is not None}
+        results = [leaf for leaf in jax.tree_util.tree_leaves(outputs) if isinstance(leaf, jax.Array)]
+        references = {id(leaf): weakref.ref(leaf) for leaf in results}
+        return BundledCall(function, plan, kept, checksums, references, {}, has_one_update=False)
 
     def _call(
         self, function: CompiledStep, layout: UpdateLayout, arguments: Any, outputs: Any
@@ -322,7 +363,8 @@ class StepBundles:
             place: [references[output] for output in plan.outputs.get(place, ()) if output in references]
             for place in plan.lost
         }
-        return BundledCall(function, plan, kept, checksums, waiting.outputs, returned)
+        identities = {id(leaf): place for place, leaf in enumerate(leaves)} if self.keeps_all else {}
+        return BundledCall(function, plan, kept, checksums, waiting.outputs, returned, identities=identities)
 
     def _plan_of(self, function: CompiledStep, kind: _Kind) -> _Plan | None:
         return next((plan for plan in self._plans.get(function, ()) if plan.kind == kind), None)
@@ -382,13 +424,7 @@ class StepBundles:
             update: the update.
         """
         plan = call.plan
-        flags = () if unmoved is None else np.asarray(unmoved).tolist()
-        same = {place for place, is_same in zip(plan.layout.inputs, flags, strict=False) if is_same}
-        values = [call.leaf(place, update, same) for place in range(len(plan.kind[1]))]
-        carried = set(plan.parameters | plan.states)
-        for place, leaf in enumerate(jax.tree_util.tree_leaves(self._waiting.arguments)):
-            if call.is_output(leaf) or is_reference(leaf):
-                carried.add(place)
+        values, carried = self.values_of(call, unmoved, update)
         obstacle = next(
             (
                 value.reason
@@ -400,12 +436,39 @@ class StepBundles:
         if not (update.is_withheld or update.is_skipped) and plan.loses_updated:
             obstacle = "its gradients are finite, so that its update was made, and donated parameters or state are gone"
         if call.is_overwritten:
-            obstacle = "the program has written to an array that it passed to the step"
+            obstacle = OVERWRITTEN
         if obstacle:
             self._session.health.note("bundles", f"step {step} is not bundled: {obstacle}")
             return
         function = call.function
         self._write(step, lambda: plan.tree.with_leaves(values, function.static_argnums), is_complete=False)
+
+    def values_of(self, call: BundledCall, unmoved: Any, update: Update) -> tuple[list[Any], set[int]]:
+        """Return the leaves of the arguments of a call, `LostLeaf` for those that are lost, and the places of those that the next call has from it.
+
+        The arguments are those of `write_bad`.
+        """
+        plan = call.plan
+        flags = () if unmoved is None else np.asarray(unmoved).tolist()
+        same = {place for place, is_same in zip(plan.layout.inputs, flags, strict=False) if is_same}
+        values = [call.leaf(place, update, same) for place in range(len(plan.kind[1]))]
+        carried = set(plan.parameters | plan.states)
+        for place, leaf in enumerate(jax.tree_util.tree_leaves(self._waiting.arguments)):
+            if call.is_output(leaf) or is_reference(leaf):
+                carried.add(place)
+        return values, carried
+
+    def later_values(self, call: BundledCall) -> dict[int, Any]:
+        """Return the arrays that the program passes to the next call in the places of a call's arguments, if its last call has returned them."""
+        leaves, kind = _flatten(self._waiting.arguments)
+        outputs = self._waiting.outputs
+        if kind[0] != call.plan.kind[0]:
+            return {}
+        return {
+            place: leaf
+            for place, leaf in enumerate(leaves)
+            if _is_among(leaf, outputs) and not _is_deleted(leaf)
+        }
 
     def write_requested(self, step: int, function: CompiledStep, arguments: Any) -> None:
         """Write the bundle of a call that is about to be made, if one is requested. Faults are counted."""

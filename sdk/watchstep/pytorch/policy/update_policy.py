@@ -421,15 +421,9 @@ class UpdatePolicy:
 
     def _stop(self, in_a_row: int, explanation: str = "") -> None:
         """Raise `StopTraining`; the update is not made."""
-        was_skipped = self._policy.action == "skip" and in_a_row > 1
-        skipped = f", after {in_a_row - 1} skipped updates" if was_skipped else ""
         step = self._recorder.step if self.redo is None or not self.redo.runs else self.redo.step
         self._forget()
-        self._recorder.stop(
-            f"the gradients of step {step} are not finite{skipped}{explanation and '; '}{explanation}",
-            source="gate policy",
-            step=step,
-        )
+        self._recorder.stop(self._policy.reason(step, in_a_row, explanation), source="gate policy", step=step)
 
     def _decision_of(self, optimizer: Optimizer) -> _Decision:
         decision = self._decisions.get(optimizer)
