@@ -372,15 +372,11 @@ class CompiledStep:
     def traced_anew(self, arguments: Any, keywords: Any) -> Any:
         """Return a new trace of the function for a call, whose updates are made whatever they are. Nothing of it is recorded.
 
-        Its results are ``(result, extra outputs)``; the result alone if updates are inside of it.
+        Its results are ``(result, extra outputs)``.
         """
-        settings = StepSettings(measures=False)
-        form = RecordingForm(-self._forms.number, settings, None, is_probe=self.has_inner_updates)
+        form = RecordingForm(-self._forms.number, StepSettings(measures=False), is_probe=True)
         with recording_form(form):
-            if not self.has_inner_updates:
-                return self._compiled(self._forms.without_modules()).trace(*arguments, **keywords)
-            with probing():
-                return self._inner.trace(*arguments, **keywords)
+            return self._compiled(self._forms.without_modules()).trace(*arguments, **keywords)
 
     def called_again(self, arguments: Any, keywords: Any) -> Any:
         """Return what another call of the compiled function returns, extra outputs included, of which nothing is recorded; None if it would be.

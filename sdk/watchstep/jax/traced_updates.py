@@ -537,6 +537,11 @@ def optimizer_call() -> Iterator[bool]:
         _stack.depth -= 1
 
 
+def is_optimizing() -> bool:
+    """Return whether an optimizer is being called in this thread."""
+    return _stack.depth > 0
+
+
 def is_observed() -> bool:
     """Return whether an update here is recorded: in a trace of a recording form, or outside of traces."""
     return bool(observers_of_inner) and (bool(_stack.collectors) or is_top_level())
@@ -627,5 +632,7 @@ def note_update(update: TracedUpdate, earlier: Call | None = None) -> None:
     else:
         loss = collector.take_loss(update.gradients_of_program)
         update = collector.note_inner(update)
+        if (form := _form_in_progress()) is not None and form.is_probe:
+            return
     for observer in tuple(observers_of_inner):
         observer(update, loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 
@@ -11,13 +12,11 @@ from watchstep.jax.replay.first_bad import FirstBad, ValueFigures
 from watchstep.trace.operations import Operation, Trace, TracedTensor, TraceMode, source_texts
 from watchstep.trace.origins import BadOrigin, Diagnosis
 
-_MAX_NAMES = 8
-
 
 def trace_of(first: FirstBad, step: int) -> tuple[Trace, Diagnosis]:
     """Return the trace of the operations that made the NaN and infinities of a step, and what it says.
 
-    Operations have the name of their primitive with the control flow around it, as ``scan[2]/div``. The last operation stands for the results that they reached.
+    Operations have the name of their primitive with the control flow around it, as ``scan[2]/div``. The last ones stand for the result that they reached.
 
     Args:
         first: The first bad operation, or the first one that read a bad argument.
@@ -49,21 +48,20 @@ def trace_of(first: FirstBad, step: int) -> tuple[Trace, Diagnosis]:
         )
         for place, each in enumerate(made)
     ]
-    bad = tuple(output for each in operations for output in each.outputs if output.nonfinite)
-    reached = tuple(
-        TracedTensor(next(numbers), bad[0].shape, bad[0].dtype, name=_name_of(name), nonfinite=True)
-        for name in first.reaches[:_MAX_NAMES]
-    )
-    results = Operation(first.evaluated, step, "results", "gradients", "", bad, reached)
+    name = _name_of(first.reaches[0])
+    for place, each in enumerate(tuple(operations)):  # of several, a reader of the trace finds the first one
+        bad = tuple(output for output in each.outputs if output.nonfinite)
+        reached = tuple(replace(output, id=next(numbers), name=name, health=None) for output in bad[:1])
+        operations.append(Operation(first.evaluated + place, step, "result", "gradients", "", bad, reached))
     trace = Trace(
-        (*operations, results),
+        sorted(operations, key=lambda each: each.index),
         tuple(each.sites for each in made),
         source_texts(site.file for each in made for site in each.sites),
         TraceMode.FULL_HEALTH,
         program=f"jax {jax.__version__}",
         notes=(
             *first.notes,
-            f"of {first.evaluated} evaluated operations, those that made the first NaN or infinity are recorded",
+            f"{first.evaluated} operations were evaluated; the trace has those that made the first NaN or infinity",
         ),
     )
     is_operation = first.cause == "operation"
@@ -71,7 +69,7 @@ def trace_of(first: FirstBad, step: int) -> tuple[Trace, Diagnosis]:
     tensor = next(
         (each for each in read if each.nonfinite and (is_operation or each.name == first.argument)), None
     )
-    others = tuple(BadOrigin("operation", each, None, "") for each in operations[1:])
+    others = tuple(BadOrigin("operation", each, None, "") for each in operations[1 : len(made)])
     origin = BadOrigin("operation" if is_operation else "tensor", operations[0], tensor, first.reaches[0])
     return trace, Diagnosis(origin, others)
 

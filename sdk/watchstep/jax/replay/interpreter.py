@@ -268,7 +268,7 @@ class _Interpreter:
     def _check_limits(self) -> None:
         seconds, size = self.limits.seconds, self.limits.bytes
         if time.monotonic() - self._began > seconds:
-            raise _LimitReached(f"{seconds:g} seconds have passed after {self.evaluated} operations")
+            raise _LimitReached(f"{seconds:.3g} seconds have passed after {self.evaluated} operations")
         is_checked = size < math.inf and self.evaluated % _OPERATIONS_UNTIL_CHECK == 0
         if is_checked and _live_bytes() - self._before > size:
             raise _LimitReached(f"it takes more than {size / 2**20:g} MiB after {self.evaluated} operations")

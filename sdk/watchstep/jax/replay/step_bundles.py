@@ -115,7 +115,7 @@ class _Plan:
             leaves: leaves of its arguments; donated ones are deleted.
             tree: as above.
         """
-        parameters, states = _updated(layout)
+        parameters, states = updated_places(layout)
         withheld, size = parameters | states, 0
         donated = {place: leaf for place, leaf in enumerate(leaves) if _is_changed(leaf)}
         copied = _chosen({place: leaf for place, leaf in donated.items() if place not in withheld})
@@ -156,7 +156,7 @@ class _Plan:
         return _MAX_HASHED_BYTES // max(1, len(self.hashed))
 
     @property
-    def loses_updated(self) -> bool:
+    def losesupdated_places(self) -> bool:
         """Whether parameters or state are not kept, mostly because the step donates them."""
         return not self.lost.keys().isdisjoint(self.parameters | self.states)
 
@@ -174,6 +174,7 @@ class BundledCall:
         returned: the arrays among them that have the value of a leaf that is not kept, if the update is withheld, by its place.
         has_one_update: whether it makes one update, which is no part of a scan, so that it can be bundled.
         identities: places of its leaves by their ids, those that it has deleted included: what an earlier call refers to has no other id.
+        carried: places of leaves that an earlier call has returned.
     """
 
     function: CompiledStep
@@ -184,6 +185,7 @@ class BundledCall:
     returned: Mapping[int, Sequence[weakref.ref[Any]]]
     has_one_update: bool = True
     identities: Mapping[int, int] = field(default_factory=dict)
+    carried: frozenset[int] = frozenset()
 
     @property
     def is_overwritten(self) -> bool:
@@ -288,7 +290,7 @@ class StepBundles:
             places = plan.copied
         else:  # the first call tells which are donated
             layouts = [update.layout for update in function.layouts_of(*waiting.arguments)]
-            updated = frozenset[int]().union(*itertools.chain.from_iterable(map(_updated, layouts)))
+            updated = frozenset[int]().union(*itertools.chain.from_iterable(map(updated_places, layouts)))
             others = set(range(len(leaves))) - updated
             places = _chosen({place: leaves[place] for place in sorted(others)})
         if places:
@@ -358,13 +360,20 @@ class StepBundles:
         references = {
             place: weakref.ref(leaf) for place, leaf in enumerate(results) if isinstance(leaf, jax.Array)
         }
+        earlier = waiting.outputs
         waiting.outputs = {id(results[place]): reference for place, reference in references.items()}
         returned = {
             place: [references[output] for output in plan.outputs.get(place, ()) if output in references]
             for place in plan.lost
         }
-        identities = {id(leaf): place for place, leaf in enumerate(leaves)} if self.keeps_all else {}
-        return BundledCall(function, plan, kept, checksums, waiting.outputs, returned, identities=identities)
+        call = BundledCall(function, plan, kept, checksums, waiting.outputs, returned)
+        if not self.keeps_all:
+            return call
+        return replace(
+            call,
+            identities={id(leaf): place for place, leaf in enumerate(leaves)},
+            carried=frozenset(place for place, leaf in enumerate(leaves) if _is_among(leaf, earlier)),
+        )
 
     def _plan_of(self, function: CompiledStep, kind: _Kind) -> _Plan | None:
         return next((plan for plan in self._plans.get(function, ()) if plan.kind == kind), None)
@@ -533,7 +542,7 @@ def _flatten(arguments: Any) -> tuple[list[Any], _Kind]:
     return leaves, (structure, tuple(map(type, leaves)))
 
 
-def _updated(layout: UpdateLayout) -> tuple[frozenset[int], frozenset[int]]:
+def updated_places(layout: UpdateLayout) -> tuple[frozenset[int], frozenset[int]]:
     """Return the places of parameters and those of optimizer state among the leaves of a step's arguments."""
     parameters = frozenset(place for place in layout.inputs if place is not None)
     states = frozenset(place for place in layout.states if place is not None)

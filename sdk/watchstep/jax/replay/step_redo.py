@@ -31,10 +31,10 @@ from watchstep.jax.replay.first_bad import FirstBad
 from watchstep.jax.replay.first_bad_trace import trace_of
 from watchstep.jax.replay.interpreter import EvaluationLimits, StepEvaluation, evaluate_program
 from watchstep.jax.replay.source_frames import exact_lines
-from watchstep.jax.replay.step_bundles import OVERWRITTEN, BundledCall, StepBundles
+from watchstep.jax.replay.step_bundles import OVERWRITTEN, BundledCall, StepBundles, updated_places
 from watchstep.jax.replay.value_health import has_nonfinite
 from watchstep.jax.stacked_layers import places_of_inputs
-from watchstep.jax.traced_updates import UpdateOutputs
+from watchstep.jax.traced_updates import UpdateOutputs, is_optimizing
 from watchstep.trace.report import render_cause, render_diagnosis, suspects
 from watchstep.trace.trace_file import encode_trace
 from watchstep.updates.update_recorder import Update
@@ -63,12 +63,14 @@ class _Arguments:
     Attributes:
         positional: positional arguments.
         keywords: keyword arguments.
+        names: name of each leaf.
         kinds: of each leaf: parameter, state or data.
         notes: what is not as it was, as sentences.
     """
 
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
+    names: list[str]
     kinds: list[str]
     notes: tuple[str, ...]
 
@@ -120,7 +122,7 @@ class StepRedo:
 
     def _called(self, function: CompiledStep, arguments: Any, result: Any) -> None:
         """Keep the arguments of a call that made no update."""
-        if own_work.depth:
+        if own_work.depth or is_optimizing():  # optax compiles parts of its own
             return
         own_work.enter()
         try:
@@ -208,8 +210,12 @@ class StepRedo:
         """
         if call.is_overwritten:
             raise _NotAgainError(OVERWRITTEN)
-        plan, names = call.plan, self._names(call)
+        plan = call.plan
         values, carried = self._bundles.values_of(call, known.unmoved, known.update)
+        positional, keywords = jax.tree_util.tree_unflatten(plan.kind[0], values)
+        parameters = parameter_names(call.function.__wrapped__, positional, keywords)
+        names = [plan.tree.name(place, parameters) for place in range(len(values))]
+        carried |= call.carried
         kinds = ["state" if place in carried else "data" for place in range(len(values))]
         for place in plan.parameters:
             kinds[place] = "parameter"
@@ -227,21 +233,13 @@ class StepRedo:
             if isinstance(value, LostLeaf):
                 if place not in later or has_nonfinite(later[place]):
                     raise _NotAgainError(f"{kind} {names[place]} is lost, because {value.reason}")
-                notes.append(f"{kind} {names[place]} is of after the step")
+                notes.append(f"{names[place]} is of after the step")
                 value = later[place]
             values[place], kinds[place] = value, kind
         if len(notes) > 1:
             notes = [f"{notes[0]}, and so are {len(notes) - 1} more, because the step donates them"]
         positional, keywords = jax.tree_util.tree_unflatten(plan.kind[0], values)
-        return _Arguments(positional, keywords, kinds, tuple(notes))
-
-    def _names(self, call: BundledCall, arguments: _Arguments | None = None) -> list[str]:
-        """Return the name of each leaf of the arguments of a call."""
-        tree = call.plan.tree
-        parameters: list[str] = []
-        if arguments is not None:
-            parameters = parameter_names(call.function.__wrapped__, arguments.positional, arguments.keywords)
-        return [tree.name(place, parameters) for place in range(len(tree.paths))]
+        return _Arguments(positional, keywords, names, kinds, tuple(notes))
 
     # --- Evaluation --------------------------------------------------------------------------------------------------------------
 
@@ -253,11 +251,15 @@ class StepRedo:
         places = places_of_inputs(traced, positional, keywords)
         if places is None:
             raise _NotAgainError("its arguments are not those of its trace")
-        leaves, names = jax.tree_util.tree_leaves((positional, keywords)), self._names(call, arguments)
+        leaves, kinds = jax.tree_util.tree_leaves((positional, keywords)), arguments.kinds
+        for layout in [each.layout for each in traced.out_info[1] if isinstance(each, UpdateOutputs)]:
+            for kind, own in zip(("parameter", "state"), updated_places(layout), strict=True):
+                for place in own:
+                    kinds[place] = kind
         return evaluate_program(
             traced.jaxpr,
             [own_array(leaves[place]) for place in places],
-            [f"{names[place]} ({arguments.kinds[place]})" for place in places],
+            [f"{arguments.names[place]} ({kinds[place]})" for place in places],
             traced.out_info,
             damages=_damages(traced.out_info),
             limits=replace(self._limits, seconds=seconds),
@@ -316,9 +318,9 @@ class StepRedo:
 def _damages(shapes: Any) -> list[dict[int, str]]:
     """Return the names of gradients and losses of updates among the results of a traced step, by their places: damage is looked for there first."""
     names: dict[int, str] = {}
-    updates = shapes[1] if isinstance(shapes, tuple) and len(shapes) == 2 else ()
-    place = len(jax.tree_util.tree_leaves(shapes[0])) if updates else 0
-    for update in updates if isinstance(updates, tuple) else ():
+    result, updates = shapes
+    place = len(jax.tree_util.tree_leaves(result))
+    for update in updates:
         if isinstance(update, UpdateOutputs):
             for number, path in enumerate(update.layout.paths):
                 names[place + number] = f"gradient of {'.'.join(path_words(path)) or 'parameter'}"
