@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,9 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 from watchstep import Hook, StopTraining, open_run  # noqa: E402
-from watchstep.jax import Recording  # noqa: E402
+from watchstep.jax import Recording, compiled_steps  # noqa: E402
+from watchstep.jax.replay import step_redo  # noqa: E402
+from watchstep.jax.replay.interpreter import EvaluationLimits  # noqa: E402
 from watchstep.trace import diagnose, open_trace  # noqa: E402
 
 _BAD = 7
@@ -42,21 +42,6 @@ def weights() -> Any:
 
 def loss_of(params: Any, x: Any, y: Any) -> Any:
     return ((x @ params["w"] + params["b"] - jnp.log(y)) ** 2).mean()  # bad
-
-
-def with_adam() -> None:
-    optimizer = optax.adam(1e-2)
-
-    @jax.jit
-    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
-        loss, gradients = jax.value_and_grad(loss_of)(params, x, y)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    params = weights()
-    state = optimizer.init(params)
-    for x, y in batches():
-        params, state, _ = step(params, state, x, y)
 
 
 def donates() -> None:
@@ -204,7 +189,7 @@ def leaves_out_by_itself() -> None:
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:
-        loss, gradients = jax.value_and_grad(loss_of)(params, x, y)
+        _, gradients = jax.value_and_grad(loss_of)(params, x, y)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -230,7 +215,7 @@ def updates_in_another_function() -> None:
     optimizer = optax.adam(1e-2)
     gradients_of = jax.jit(jax.value_and_grad(loss_of))
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    @functools.partial(jax.jit, donate_argnums=(1, 2))
     def update(gradients: Any, params: Any, state: Any) -> Any:
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
@@ -309,6 +294,101 @@ def calls_equinox() -> None:
         model, state, _ = step(model, state, x, y)
 
 
+def reads_bad_arguments(bad: str) -> Program:
+    """A program with a number that is not finite in an argument of its step."""
+    optimizer = optax.adam(1e-2)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(params: Any, state: Any, statistics: Any, batch: Any) -> Any:
+        def loss_of_batch(params: Any) -> Any:
+            hidden = batch["x"] @ params["w"] - statistics["mean"]
+            return (hidden**2).mean(), hidden.mean()
+
+        (loss, mean), gradients = jax.value_and_grad(loss_of_batch, has_aux=True)(params)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, {"mean": mean}, loss
+
+    def program() -> None:
+        params, statistics = weights(), {"mean": jnp.zeros(())}
+        state = optimizer.init(params)
+        for number, (x, _) in enumerate(batches()):
+            if number == _BAD and bad == "batch.x (data)":
+                x[2, 1] = np.nan
+            if number == _BAD and bad == "statistics.mean (state)":
+                statistics["mean"] *= np.inf
+            if number == _BAD and bad == "params.w (parameter)":
+                params["w"] = params["w"].at[0].set(np.nan)
+            params, state, statistics, _ = step(params, state, statistics, {"x": x})
+
+    return program
+
+
+def trains(y_of: Callable[[int, Any], Any], donated: tuple[int, ...] = (0, 1), size: int = 1) -> Any:
+    """Train with the targets that a function changes, and return the parameters and losses."""
+    optimizer = optax.adam(1e-2)
+
+    @functools.partial(jax.jit, donate_argnums=donated)
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        loss, gradients = jax.value_and_grad(loss_of)(params, x, y)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss, y + 1
+
+    params, losses = weights(), []
+    state = optimizer.init(params)
+    for number, (x, y) in enumerate(batches()):
+        x, y = np.repeat(x, size, 0), np.repeat(y, size, 0)  # noqa: PLW2901 - larger ones
+        params, state, loss, _ = step(params, state, x, y_of(number, y))
+        losses.append(loss)
+    return params, losses
+
+
+def writes_to_its_batch() -> None:
+    kept = np.ones((8, 1), np.float32)
+
+    def y_of(number: int, y: Any) -> Any:
+        kept[...] = y
+        return kept
+
+    trains(y_of)
+
+
+def donates_a_large_batch() -> None:
+    trains(lambda _, y: jnp.asarray(y), (0, 1, 3), 40_000)
+
+
+def reads_the_host() -> None:
+    """The fault is not in the arguments, and does not come again."""
+    calls = []
+
+    def host(_: Any) -> Any:
+        calls.append(0)
+        return np.float32(np.nan if len(calls) == _BAD + 1 else 1.0)
+
+    optimizer = optax.sgd(1e-2)
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any) -> Any:
+        factor = jax.pure_callback(host, jax.ShapeDtypeStruct((), jnp.float32), x.sum())
+        loss, gradients = jax.value_and_grad(lambda params: ((x @ params["w"]) ** 2).mean() * factor)(params)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = weights()
+    state = optimizer.init(params)
+    for x, _ in batches():
+        params, state, _ = step(params, state, x)
+
+
+def computes_without_compiling() -> None:
+    optimizer = optax.sgd(1e-2)
+    params = weights()
+    state = optimizer.init(params)
+    for x, y in batches():
+        _, gradients = jax.value_and_grad(loss_of)(params, x, y)
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+
+
 def line_of(comment: str) -> int:
     source = inspect.getsource(sys.modules[__name__]).splitlines()
     return next(number for number, text in enumerate(source, 1) if text.endswith(f"# {comment}"))
@@ -318,15 +398,13 @@ def stopped(program: Program, folder: Path, figures: Any = None, **options: Any)
     """The reason for which a program was stopped."""
     hook = Hook(folder, run="r", explain=True, **options)
     Recording(hook, figures=figures)
-    with pytest.raises(StopTraining) as stop:
+    with hook, pytest.raises(StopTraining) as stop:
         program()
-    hook.close()
     assert "explain" not in hook.health["faults"], hook.health["faults"]
     return stop.value.request.reason, hook
 
 
 _PROGRAMS: list[tuple[Program, str, str]] = [
-    (with_adam, "log", "bad"),
     (donates, "log", "bad"),
     (has_aux, "log", "bad of has_aux"),
     (scans_over_layers, "scan[2]/div", "bad of scans_over_layers"),
@@ -341,16 +419,85 @@ _PROGRAMS: list[tuple[Program, str, str]] = [
     (calls_nnx, "log", "bad of calls_nnx"),
     (calls_equinox, "log", "bad of calls_equinox"),
 ]
+_LATER = {checkpoints, calls_linen, calls_equinox}
 
 
 @pytest.mark.parametrize(
-    ("program", "operation", "comment"), _PROGRAMS, ids=lambda each: getattr(each, "__name__", "")
+    ("program", "operation", "comment"),
+    [
+        pytest.param(*each, id=each[0].__name__, marks=[pytest.mark.release] if each[0] in _LATER else [])
+        for each in _PROGRAMS
+    ],
 )
 def test_the_line_is_named(program: Program, operation: str, comment: str, tmp_path: Path) -> None:
     reason, hook = stopped(program, tmp_path)
-    print(reason)
     assert f"{operation} made the first NaN or infinity at {__file__}:{line_of(comment)} in " in reason
+    assert ("approximate" in reason) == (program is leaves_out_by_itself)  # it has counted the step
     step = _BAD // 2 if program is accumulates else _BAD
-    diagnosis = diagnose(open_trace(open_run(hook.run_url), step))
-    assert diagnosis.first is not None
-    assert diagnosis.first.operation.name == operation
+    assert reason.startswith(f"the gradients of step {step} are not finite; ")
+    run = open_run(hook.run_url)
+    assert run.outcome().reason == reason
+    first = diagnose(open_trace(run, step)).first
+    assert first is not None
+    assert (first.cause, first.operation.name) == ("operation", operation)
+
+
+@pytest.mark.parametrize("program", [leaves_out_by_itself, updates_in_another_function])
+def test_the_line_is_named_where_steps_measure_themselves(program: Program, tmp_path: Path) -> None:
+    reason, hook = stopped(program, tmp_path, "device")
+    assert f"log made the first NaN or infinity at {__file__}:{line_of('bad')} in " in reason
+    assert "jax" not in hook.health["notes"]
+
+
+@pytest.mark.parametrize("bad", ["batch.x (data)", "statistics.mean (state)", "params.w (parameter)"])
+def test_a_bad_argument_is_named(bad: str, tmp_path: Path) -> None:
+    reason, hook = stopped(reads_bad_arguments(bad), tmp_path)
+    assert f"not finite; {bad} was not finite before the step; " in reason
+    assert " read it first at " in reason
+    first = diagnose(open_trace(open_run(hook.run_url), _BAD)).first
+    assert first is not None
+    assert first.tensor is not None
+    assert (first.cause, first.tensor.name) == ("tensor", bad)
+
+
+@pytest.mark.parametrize(
+    ("program", "seconds", "sentence"),
+    [
+        (
+            writes_to_its_batch,
+            60,
+            "it was not computed again: the program has written to an array that it passed",
+        ),
+        (donates_a_large_batch, 60, "it was not computed again: data y is lost, because the step donates it"),
+        (
+            computes_without_compiling,
+            60,
+            "it was not computed again: what made its gradients NaN or infinite ran",
+        ),
+        (
+            reads_the_host,
+            60,
+            "not reproducible: computed again operation by operation and by the compiled step",
+        ),
+        (donates, 0, "it was not computed to its end: 0 seconds have passed after 0 operations"),
+    ],
+)
+def test_what_cannot_be_named_is_said(
+    program: Program, seconds: float, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_redo, "_LIMITS", EvaluationLimits(seconds, 2**31))
+    reason, _ = stopped(program, tmp_path)
+    assert f"not finite; {sentence}" in reason
+
+
+def test_a_healthy_program_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    results = []
+    for options in ({"on_nonfinite": "stop"}, {"explain": True}):
+        hook = Hook(tmp_path, run=f"r{len(results)}", **options)
+        Recording(hook)
+        with hook:
+            results.append(trains(lambda _, y: y + 1))
+        assert not hook.health["faults"]
+        assert compiled_steps.plain_calls == []
+    for first, second in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.asarray(first).tobytes() == np.asarray(second).tobytes()

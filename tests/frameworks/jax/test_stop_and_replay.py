@@ -82,26 +82,23 @@ def watchstep(folder: Path, *arguments: str, **environment: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.release)])
+@pytest.mark.parametrize("policy", ["stop", "explain", pytest.param("skip", marks=pytest.mark.release)])
 def test_a_bad_step_is_bundled_before_its_state_is_gone(policy: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
-    run = (
-        "run",
-        "--store",
-        "store",
-        "--run",
-        "r",
-        "--on-nonfinite",
-        policy,
-        "--",
-        sys.executable,
-        "train.py",
-    )
+    options = ("--explain",) if policy == "explain" else ("--on-nonfinite", policy)
+    run = ("run", "--store", "store", "--run", "r", *options, "--", sys.executable, "train.py")
     done = watchstep(tmp_path, *run)
-    assert done.returncode == (86 if policy == "stop" else 0), done.stderr
+    assert done.returncode == (0 if policy == "skip" else 86), done.stderr
     recorded = open_run(tmp_path / "store" / "default" / "r")
-    assert recorded.state() == ("stopped" if policy == "stop" else "completed")
-    assert recorded.tensor("loss").steps()[-1] == (7 if policy == "stop" else 19)
+    assert recorded.state() == ("completed" if policy == "skip" else "stopped")
+    assert recorded.tensor("loss").steps()[-1] == (19 if policy == "skip" else 7)
+    line = PROGRAM.splitlines().index("    return hidden / scale, None") + 1
+    if policy == "explain":
+        assert "watchstep: first bad operation: scan[2]/div" in done.stderr
+        reason = recorded.outcome().reason
+        assert "scan[2]/div made the first NaN or infinity" in reason
+        assert reason.endswith(f"train.py:{line} in layer: return hidden / scale, None")
+        return
 
     command = ["replay", "store/default/r", "--step", "7", "--program", "train.py"]
     replay = watchstep(tmp_path, *command, *(["--json"] if policy == "skip" else []))
@@ -111,7 +108,6 @@ def test_a_bad_step_is_bundled_before_its_state_is_gone(policy: str, tmp_path: P
         return
     text = replay.stdout
     assert "scan[2]/div" in text
-    line = PROGRAM.splitlines().index("    return hidden / scale, None") + 1
     assert f"train.py:{line} in layer" in text
     assert "return hidden / scale, None" in text
 

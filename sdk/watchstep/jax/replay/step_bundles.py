@@ -3,7 +3,7 @@
 A requested bundle is written before the call, because the call may donate its arguments. That a step was bad is known at the next call. Its
 arguments are then gathered:
 
-- Arrays that it did not donate are referenced until the next call, up to `_MAX_REFERENCED_BYTES`.
+- Arrays that it did not donate are referenced until the next call, up to `MAX_REFERENCED_BYTES`.
 - Parameters and optimizer state that it donated are outputs of the call, if the gate policy has withheld the update
   (`watchstep.jax.replay.unchanged_outputs`). If the optimizer has left it out itself, the parameters are whose update is zero; others are lost, and so is
   the state, because it counts such updates. If it was made, because only the loss is bad, nothing is bundled.
@@ -47,7 +47,7 @@ from watchstep.updates.update_recorder import Update
 
 _log = logging.getLogger("watchstep")
 
-_MAX_REFERENCED_BYTES = 256 * 2**20
+MAX_REFERENCED_BYTES = 256 * 2**20
 """Size of the arguments of a call that are referenced until the next one."""
 
 _MAX_COPIED_BYTES = 2**20
@@ -93,6 +93,7 @@ class _Plan:
         hashed: places of leaves in whose memory the program may write its next batch.
         tree: names of the arguments, without values.
         outputs: places of the outputs that are an argument if the update is withheld, by its place.
+        kept_bytes: size of the leaves that are referenced.
     """
 
     kind: _Kind
@@ -104,6 +105,7 @@ class _Plan:
     hashed: tuple[int, ...]
     tree: ArgumentTree
     outputs: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    kept_bytes: int = 0
 
     @classmethod
     def of(cls, kind: Any, layout: UpdateLayout, leaves: Sequence[Any], tree: ArgumentTree) -> _Plan:
@@ -124,10 +126,10 @@ class _Plan:
         lost |= dict.fromkeys(donated.keys() & withheld, _CHANGED)
         for place in sorted(set(range(len(leaves))) - donated.keys(), key=withheld.__contains__):
             own = _size(leaves[place])
-            if size + own <= _MAX_REFERENCED_BYTES:
+            if size + own <= MAX_REFERENCED_BYTES:
                 size += own
             else:
-                lost[place] = f"references to arguments are limited to {_MAX_REFERENCED_BYTES >> 20} MiB"
+                lost[place] = f"references to arguments are limited to {MAX_REFERENCED_BYTES >> 20} MiB"
         hashed = tuple(
             place
             for place, leaf in enumerate(leaves)
@@ -135,15 +137,7 @@ class _Plan:
             or (isinstance(leaf, jax.Array) and place not in withheld and place not in donated)
             if place not in lost
         )
-        return cls(kind, layout, parameters, states, copied, lost, hashed, tree)
-
-    @classmethod
-    def of_plain(cls, kind: Any, leaves: Sequence[Any], tree: ArgumentTree) -> _Plan:
-        """Return the plan after a call that makes no update, of which nothing is copied."""
-        plan = cls.of(kind, _NO_UPDATE, leaves, tree)
-        lost = {**plan.lost, **dict.fromkeys(plan.copied, _CHANGED)}
-        hashed = tuple(place for place in plan.hashed if isinstance(leaves[place], np.ndarray))
-        return replace(plan, copied=(), lost=lost, hashed=hashed)
+        return cls(kind, layout, parameters, states, copied, lost, hashed, tree, kept_bytes=size)
 
     @functools.cached_property
     def kept(self) -> tuple[int, ...]:
@@ -156,7 +150,7 @@ class _Plan:
         return _MAX_HASHED_BYTES // max(1, len(self.hashed))
 
     @property
-    def losesupdated_places(self) -> bool:
+    def loses_updated(self) -> bool:
         """Whether parameters or state are not kept, mostly because the step donates them."""
         return not self.lost.keys().isdisjoint(self.parameters | self.states)
 
@@ -174,7 +168,6 @@ class BundledCall:
         returned: the arrays among them that have the value of a leaf that is not kept, if the update is withheld, by its place.
         has_one_update: whether it makes one update, which is no part of a scan, so that it can be bundled.
         identities: places of its leaves by their ids, those that it has deleted included: what an earlier call refers to has no other id.
-        carried: places of leaves that an earlier call has returned.
     """
 
     function: CompiledStep
@@ -185,7 +178,6 @@ class BundledCall:
     returned: Mapping[int, Sequence[weakref.ref[Any]]]
     has_one_update: bool = True
     identities: Mapping[int, int] = field(default_factory=dict)
-    carried: frozenset[int] = frozenset()
 
     @property
     def is_overwritten(self) -> bool:
@@ -323,19 +315,7 @@ class StepBundles:
 
     def plain_called(self, function: CompiledStep, arguments: Any, outputs: Any) -> BundledCall:
         """Return what is kept of a call that made no update."""
-        leaves, kind = _flatten(arguments)
-        plan = self._plan_of(function, kind)
-        if plan is None:
-            positional, keywords = arguments
-            tree = ArgumentTree.of(positional, keywords, function.static_argnums)
-            plan = _Plan.of_plain(kind, leaves, tree.with_leaves((None,) * len(leaves)))
-            self._plans[function] = [plan, *self._plans.get(function, ())][:_MAX_PLANS]
-        kept = {place: leaves[place] for place in plan.kept}
-        sums = {place: _checksum(kept[place], plan.largest_hashed) for place in plan.hashed}
-        checksums = {place: checksum for place, checksum in sums.items() if checksum is not None}
-        results = [leaf for leaf in jax.tree_util.tree_leaves(outputs) if isinstance(leaf, jax.Array)]
-        references = {id(leaf): weakref.ref(leaf) for leaf in results}
-        return BundledCall(function, plan, kept, checksums, references, {}, has_one_update=False)
+        return replace(self._call(function, _NO_UPDATE, arguments, outputs), has_one_update=False)
 
     def _call(
         self, function: CompiledStep, layout: UpdateLayout, arguments: Any, outputs: Any
@@ -353,27 +333,29 @@ class StepBundles:
             plan = self._new_plan(function, kind, layout, arguments, leaves)
             plans[:] = [plan, *(other for other in plans if other.kind != kind)][:_MAX_PLANS]
         kept = {place: leaves[place] for place in plan.kept} | copies
-        checksums = self._checksums(
-            plan, {place: kept[place] for place in plan.hashed if place not in copies}
-        )
+        makes_update = layout is not _NO_UPDATE
+        hashed = {
+            place: kept[place]
+            for place in plan.hashed
+            if place not in copies and (makes_update or isinstance(kept[place], np.ndarray))
+        }
+        known = waiting.hashed
+        checksums = self._checksums(plan, hashed)
         results = jax.tree_util.tree_leaves(outputs)
         references = {
             place: weakref.ref(leaf) for place, leaf in enumerate(results) if isinstance(leaf, jax.Array)
         }
-        earlier = waiting.outputs
-        waiting.outputs = {id(results[place]): reference for place, reference in references.items()}
+        by_id = {id(results[place]): reference for place, reference in references.items()}
+        if makes_update:
+            waiting.outputs = by_id
+        else:
+            waiting.hashed = known
         returned = {
             place: [references[output] for output in plan.outputs.get(place, ()) if output in references]
             for place in plan.lost
         }
-        call = BundledCall(function, plan, kept, checksums, waiting.outputs, returned)
-        if not self.keeps_all:
-            return call
-        return replace(
-            call,
-            identities={id(leaf): place for place, leaf in enumerate(leaves)},
-            carried=frozenset(place for place, leaf in enumerate(leaves) if _is_among(leaf, earlier)),
-        )
+        identities = {id(leaf): place for place, leaf in enumerate(leaves)} if self.keeps_all else {}
+        return BundledCall(function, plan, kept, checksums, by_id, returned, identities=identities)
 
     def _plan_of(self, function: CompiledStep, kind: _Kind) -> _Plan | None:
         return next((plan for plan in self._plans.get(function, ()) if plan.kind == kind), None)
@@ -473,11 +455,7 @@ class StepBundles:
         outputs = self._waiting.outputs
         if kind[0] != call.plan.kind[0]:
             return {}
-        return {
-            place: leaf
-            for place, leaf in enumerate(leaves)
-            if _is_among(leaf, outputs) and not _is_deleted(leaf)
-        }
+        return {place: leaf for place, leaf in enumerate(leaves) if _is_among(leaf, outputs)}
 
     def write_requested(self, step: int, function: CompiledStep, arguments: Any) -> None:
         """Write the bundle of a call that is about to be made, if one is requested. Faults are counted."""

@@ -31,7 +31,13 @@ from watchstep.jax.replay.first_bad import FirstBad
 from watchstep.jax.replay.first_bad_trace import trace_of
 from watchstep.jax.replay.interpreter import EvaluationLimits, StepEvaluation, evaluate_program
 from watchstep.jax.replay.source_frames import exact_lines
-from watchstep.jax.replay.step_bundles import OVERWRITTEN, BundledCall, StepBundles, updated_places
+from watchstep.jax.replay.step_bundles import (
+    MAX_REFERENCED_BYTES,
+    OVERWRITTEN,
+    BundledCall,
+    StepBundles,
+    updated_places,
+)
 from watchstep.jax.replay.value_health import has_nonfinite
 from watchstep.jax.stacked_layers import places_of_inputs
 from watchstep.jax.traced_updates import UpdateOutputs, is_optimizing
@@ -50,7 +56,7 @@ _CARRIED = " (parameter)", " (state)"
 """Ends of the names of arguments that no earlier call of the same step has made."""
 
 _MAX_CALLS = 16
-"""Number of calls without an update before one, whose arguments are kept."""
+"""Number of calls without an update before one, whose arguments are kept, within `MAX_REFERENCED_BYTES`."""
 
 _TOLERANCE = 1e-2
 """Difference of the results of two evaluations that round otherwise, relative to the largest element."""
@@ -127,10 +133,20 @@ class StepRedo:
         own_work.enter()
         try:
             self._recent.append(self._bundles.plain_called(function, arguments, result))
+            if sum(call.plan.kept_bytes for call in self._recent) > MAX_REFERENCED_BYTES:
+                self._drop_oldest()
         except Exception as error:  # noqa: BLE001 - never into the program
             self._session.health.fault("explain", error)
         finally:
             own_work.leave()
+
+    def _drop_oldest(self) -> None:
+        """Drop the oldest calls until the arrays of the others, each counted once, are within the limit."""
+        while self._recent:
+            arrays = {id(leaf): leaf for call in self._recent for leaf in call.leaves.values()}
+            if sum(getattr(leaf, "nbytes", 0) for leaf in arrays.values()) <= MAX_REFERENCED_BYTES:
+                return
+            self._recent.popleft()
 
     def take_recent(self) -> tuple[BundledCall, ...]:
         """Return the calls without an update since the last one, and forget them."""
@@ -215,15 +231,15 @@ class StepRedo:
         positional, keywords = jax.tree_util.tree_unflatten(plan.kind[0], values)
         parameters = parameter_names(call.function.__wrapped__, positional, keywords)
         names = [plan.tree.name(place, parameters) for place in range(len(values))]
-        carried |= call.carried
-        kinds = ["state" if place in carried else "data" for place in range(len(values))]
+        later = self._bundles.later_values(call) if is_update else {}
+        kinds = ["state" if place in carried | later.keys() else "data" for place in range(len(values))]
         for place in plan.parameters:
             kinds[place] = "parameter"
         if is_update:
             known.leaves |= {
                 identity: (values[place], kinds[place]) for identity, place in call.identities.items()
             }
-        later, notes = self._bundles.later_values(call) if is_update else {}, list[str]()
+        notes: list[str] = []
         for place, own in enumerate(values):
             value, kind = own, kinds[place]
             if isinstance(own, jax.Array):
