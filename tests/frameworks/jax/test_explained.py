@@ -491,7 +491,7 @@ def test_what_cannot_be_named_is_said(
 
 
 def test_a_healthy_program_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    results = []
+    results: list[Any] = []
     for options in ({"on_nonfinite": "stop"}, {"explain": True}):
         hook = Hook(tmp_path, run=f"r{len(results)}", **options)
         Recording(hook)
