@@ -433,7 +433,7 @@ class StepRedo:
             )
         diagnosis = diagnose(trace, again.step)
         self._tracing.keep(again.step)
-        if self._world_size > 1 and _came_in(diagnosis):
+        if self._world_size > 1 and (diagnosis.first is None or _came_in(diagnosis)):
             return f"the first NaN or infinity {FROM_ANOTHER_RANK}: all is finite on rank {self._worker} before gradients are reduced"
         lines = render_diagnosis(trace, diagnosis).splitlines()
         sys.stderr.write("".join(f"watchstep: {line}\n" for line in lines))

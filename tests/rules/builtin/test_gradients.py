@@ -23,6 +23,7 @@ from watchstep.capture.steps.metric_names import STOPPED
 from watchstep.capture.steps.record import report_info
 from watchstep.format.block import Block
 from watchstep.format.tensors import Placement, TensorInfo
+from watchstep.stopping import FROM_ANOTHER_RANK
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
 from watchstep_rules.engine.alert import Phase
@@ -736,14 +737,15 @@ def test_each_series_of_skipped_updates_is_an_alert() -> None:
 def test_a_stop_by_the_recorder_is_one_alert_of_all_ranks_with_its_reason() -> None:
     reason = "the gate policy stopped the training at step 5: the gradients of step 5 are not finite"
     report = report_info(STOPPED, f"{reason}; aten.log.default made the first NaN at losses.py:3")
+    other = report_info(STOPPED, f"{reason}; the first NaN {FROM_ANOTHER_RANK}")
     loss = tensor("loss", "losses", role="loss", shape=())
     rows = [Row(step, loss, [0.5], worker=rank) for step in range(6) for rank in range(2)]
     config = next(config for config in DEFAULT_RULES if config.rule == "training_stopped")
-    outcome = all_at_once(
-        config, block_of([*rows, *(Row(5, report, [1.0], worker=rank) for rank in range(2))])
-    )
-    ((phase, step),) = [(change.phase.value, change.step) for change in outcome.transitions if change.finding]
-    assert (phase, step) == ("firing", 5)
+    reports = [Row(5, other, [1.0], worker=0), Row(5, report, [1.0], worker=1)]
+    outcome = all_at_once(config, block_of([*rows, *reports]))
+    assert [(change.phase.value, change.step) for change in outcome.notified] == [("firing", 5)]
     assert {finding.message.partition(";")[0] for finding in outcome.findings} == {reason}
+    assert outcome.notified[0].finding is not None
+    assert outcome.notified[0].finding.message == report.name.partition("@")[2], "of the rank with the line"
     assert report.role == "metric", "whatever words the reason has"
     assert not config.actions

@@ -471,6 +471,7 @@ import os
 import sys
 
 import torch
+import torch.distributed.fsdp
 from torch import distributed
 
 import watchstep
@@ -478,7 +479,7 @@ import watchstep
 distributed.init_process_group("gloo")
 rank = distributed.get_rank()
 torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+model = WRAPPED
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 x, y = torch.randn(64, 4), torch.rand(64, 1) + 0.5
 y[41] = 0.0
@@ -500,10 +501,17 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.ci
-def test_all_ranks_compute_the_step_again_and_one_names_the_line(tmp_path: Path) -> None:
-    printed = run_program(tmp_path, RANKS, tmp_path / "runs", ranks=2)
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))",
+        'distributed.fsdp.fully_shard(torch.nn.Linear(4, 1), mesh=distributed.init_device_mesh("cpu", (2,)))',
+    ],
+)
+def test_all_ranks_compute_the_step_again_and_one_names_the_line(tmp_path: Path, wrapped: str) -> None:
+    printed = run_program(tmp_path, RANKS.replace("WRAPPED", wrapped), tmp_path / "runs", ranks=2)
     assert (
-        f"rank 1: the gradients of step 5 are not finite; aten.log.default made the first NaN or infinity at {tmp_path}/train.py:23"
+        f"rank 1: the gradients of step 5 are not finite; aten.log.default made the first NaN or infinity at {tmp_path}/train.py:24"
         in printed
     )
     assert (

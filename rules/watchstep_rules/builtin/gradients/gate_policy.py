@@ -6,6 +6,7 @@ import numpy as np
 
 from watchstep.capture.steps.metric_names import STOPPED, WITHHELD
 from watchstep.format.block import Block
+from watchstep.stopping import FROM_ANOTHER_RANK
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at, finding_of_run
 
 
@@ -81,17 +82,15 @@ class TrainingStopped(Rule[Params, State]):
     ) -> tuple[State, list[Finding]]:
         """Judge each report of a stop by itself."""
         is_report = block.mask_of_tensors([info.name.startswith(_STOPPED) for info in block.catalogue])
-        return state, [
-            finding_of_run(
-                self.name,
-                int(block.step[row]),
-                int(block.time_ns[row]),
-                value=1.0,
-                threshold=1.0,
-                message=block.info(row).name.removeprefix(_STOPPED),
-            )
-            for row in np.flatnonzero(is_report).tolist()
-        ]
+        return state, [self._finding(block, row) for row in np.flatnonzero(is_report).tolist()]
+
+    def _finding(self, block: Block, row: int) -> Finding:
+        message = block.info(row).name.removeprefix(_STOPPED)
+        step, time_ns = int(block.step[row]), int(block.time_ns[row])
+        finding = finding_of_run(self.name, step, time_ns, value=1.0, threshold=1.0, message=message)
+        finding = finding.model_copy(update={"worker": int(block.worker[row])})
+        # An alert names the finding of the lowest cause rank.
+        return finding if FROM_ANOTHER_RANK in message else finding.model_copy(update={"cause_rank": (0, 0)})
 
 
 _STOPPED = f"{STOPPED}@"

@@ -43,7 +43,7 @@ from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Completed, Measurement
 from watchstep.platform.program_errors import call_program
 from watchstep.platform.terminal_text import printable
-from watchstep.stopping import FROM_ANOTHER_RANK, AwaitsCheckpoint, OnStop, SavesThenStops, StopTraining
+from watchstep.stopping import AwaitsCheckpoint, OnStop, SavesThenStops, StopTraining
 
 _MAX_URGENT_SERIES = 8
 """Series of non-finite steps that are written at once, each as an object of its own."""
@@ -340,9 +340,7 @@ class Recorder:
         sys.stderr.write(f"watchstep: {printable(self.stopped.reason)}\n")
 
     def _report_stop(self, sentence: str, step: int) -> None:
-        """Record a stop as a row of a step that was handed over, so that rules see it. Ranks whose fault came from another one leave it to that."""
-        if FROM_ANOTHER_RANK in sentence:
-            return
+        """Record a stop as a row of a step that was handed over, so that rules see it."""
         info = report_info(STOPPED, sentence[:_MAX_REASON])
         record = Record(
             step, "train", self.worker, time.time_ns(), Group.of((info,)), Completed(scalars([1.0]))
