@@ -423,6 +423,8 @@ class UpdateReader:
         if self._closed:
             return
         self._closed = True
+        if self._redo is not None:
+            self._redo.program_ends()
         try:
             # In a forked child the runtime of JAX has no threads, and would be waited for forever.
             if os.getpid() == self._process:

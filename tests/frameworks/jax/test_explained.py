@@ -294,7 +294,7 @@ def calls_equinox() -> None:
         model, state, _ = step(model, state, x, y)
 
 
-def reads_bad_arguments(bad: str) -> Program:
+def reads_bad_arguments(bad: str) -> None:
     """A program with a number that is not finite in an argument of its step."""
     optimizer = optax.adam(1e-2)
 
@@ -308,19 +308,16 @@ def reads_bad_arguments(bad: str) -> Program:
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, {"mean": mean}, loss
 
-    def program() -> None:
-        params, statistics = weights(), {"mean": jnp.zeros(())}
-        state = optimizer.init(params)
-        for number, (x, _) in enumerate(batches()):
-            if number == _BAD and bad == "batch.x (data)":
-                x[2, 1] = np.nan
-            if number == _BAD and bad == "statistics.mean (state)":
-                statistics["mean"] *= np.inf
-            if number == _BAD and bad == "params.w (parameter)":
-                params["w"] = params["w"].at[0].set(np.nan)
-            params, state, statistics, _ = step(params, state, statistics, {"x": x})
-
-    return program
+    params, statistics = weights(), {"mean": jnp.zeros(())}
+    state = optimizer.init(params)
+    for number, (x, _) in enumerate(batches()):
+        if number == _BAD and bad == "batch.x (data)":
+            x[2, 1] = np.nan
+        if number == _BAD and bad == "statistics.mean (state)":
+            statistics["mean"] *= np.inf
+        if number == _BAD and bad == "params.w (parameter)":
+            params["w"] = params["w"].at[0].set(np.nan)
+        params, state, statistics, _ = step(params, state, statistics, {"x": x})
 
 
 def trains(y_of: Callable[[int, Any], Any], donated: tuple[int, ...] = (0, 1), size: int = 1) -> Any:
@@ -451,7 +448,7 @@ def test_the_line_is_named_where_steps_measure_themselves(program: Program, tmp_
 
 @pytest.mark.parametrize("bad", ["batch.x (data)", "statistics.mean (state)", "params.w (parameter)"])
 def test_a_bad_argument_is_named(bad: str, tmp_path: Path) -> None:
-    reason, hook = stopped(reads_bad_arguments(bad), tmp_path)
+    reason, hook = stopped(functools.partial(reads_bad_arguments, bad), tmp_path)
     assert f"not finite; {bad} was not finite before the step; " in reason
     assert " read it first at " in reason
     first = diagnose(open_trace(open_run(hook.run_url), _BAD)).first

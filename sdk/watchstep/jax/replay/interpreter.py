@@ -35,9 +35,6 @@ from watchstep.jax.replay.shards import ShardedBody, bind_local
 from watchstep.jax.replay.source_frames import call_sites, exact_lines, module_of, phase_of
 from watchstep.jax.replay.value_health import contents, has_nonfinite, health_of_array, is_reference
 
-_OPERATIONS_UNTIL_CHECK = 16
-"""Number of operations after which the memory is looked at."""
-
 _SKIPPED = frozenset({"debug_callback", "debug_print", "inspect_sharding"})
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Parameters in which primitives that only call a function have it."""
@@ -221,6 +218,7 @@ class _Interpreter:
     _first_made: JaxOperation | None = None
     _began: float = field(default_factory=time.monotonic)
     _before: int = 0
+    _made_bytes: int = 0
 
     def evaluate(self, closed: Any, arguments: Sequence[Any], names: Sequence[str]) -> list[Value]:
         """Evaluate a whole program: the arguments are those of its jaxpr, in order."""
@@ -265,13 +263,20 @@ class _Interpreter:
             return None
         return FirstBad("operation", made, "", None, ("not known",), (), 0, self.evaluated, notes)
 
-    def _check_limits(self) -> None:
+    def _check_limits(self, equation: Any) -> None:
         seconds, size = self.limits.seconds, self.limits.bytes
         if time.monotonic() - self._began > seconds:
             raise _LimitReached(f"{seconds:.3g} seconds have passed after {self.evaluated} operations")
-        is_checked = size < math.inf and self.evaluated % _OPERATIONS_UNTIL_CHECK == 0
-        if is_checked and _live_bytes() - self._before > size:
-            raise _LimitReached(f"it takes more than {size / 2**20:g} MiB after {self.evaluated} operations")
+        if size == math.inf:
+            return
+        own = sum(_bytes_of(variable.aval) for variable in equation.outvars)
+        self._made_bytes += own
+        if self._made_bytes > size / 8:  # so much may have been made since the memory was looked at
+            self._made_bytes = 0
+            if _live_bytes() - self._before + own > size:
+                raise _LimitReached(
+                    f"it takes more than {size / 2**20:g} MiB after {self.evaluated} operations"
+                )
 
     def _first_of(
         self, origins: list[BadSource], damaged: Sequence[tuple[str, Provenance | None]]
@@ -369,7 +374,7 @@ class _Interpreter:
 
     def _operation(self, equation: Any, inputs: list[Value], scope: _Scope) -> list[Value]:
         """Evaluate one operation, and find out where what is not finite in its outputs comes from."""
-        self._check_limits()
+        self._check_limits(equation)
         arrays = self._evaluated_arrays(equation, inputs, scope)
         index = self.evaluated
         self.evaluated += 1
@@ -568,6 +573,10 @@ class _Interpreter:
 def _live_bytes() -> int:
     """Return the size of all arrays of the process."""
     return sum(array.nbytes for array in jax.live_arrays())
+
+
+def _bytes_of(kind: Any) -> int:
+    return int(getattr(kind, "size", 0)) * int(getattr(getattr(kind, "dtype", None), "itemsize", 0))
 
 
 def _bind(equation: Any, arrays: Sequence[Any]) -> list[Any]:

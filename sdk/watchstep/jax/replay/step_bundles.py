@@ -39,6 +39,7 @@ from watchstep.capture.tensors.snapshots import StoredFile
 from watchstep.format.layout import BundleKey
 from watchstep.jax.compiled_steps import CompiledStep
 from watchstep.jax.host_values import host_memory
+from watchstep.jax.internals import jax_names
 from watchstep.jax.replay.argument_trees import ArgumentTree, LostLeaf
 from watchstep.jax.replay.unchanged_outputs import unchanged_outputs
 from watchstep.jax.replay.value_health import contents, is_reference
@@ -148,6 +149,13 @@ class _Plan:
     def largest_hashed(self) -> int:
         """Size of the largest array that is compared completely."""
         return _MAX_HASHED_BYTES // max(1, len(self.hashed))
+
+    @functools.cached_property
+    def references(self) -> frozenset[int]:
+        """Places of references to arrays."""
+        reference = jax_names.find("ref")
+        kinds = enumerate(self.kind[1] if reference is not None else ())
+        return frozenset(place for place, kind in kinds if issubclass(kind, reference))
 
     @property
     def loses_updated(self) -> bool:

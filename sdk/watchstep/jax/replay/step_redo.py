@@ -25,6 +25,7 @@ from watchstep.capture.tensors.snapshots import StoredFile
 from watchstep.format.layout import TraceKey
 from watchstep.jax import compiled_steps
 from watchstep.jax.compiled_steps import CompiledStep
+from watchstep.jax.internals import jax_names
 from watchstep.jax.names import path_words
 from watchstep.jax.replay.argument_trees import LostLeaf, own_array, parameter_names
 from watchstep.jax.replay.first_bad import FirstBad
@@ -38,7 +39,7 @@ from watchstep.jax.replay.step_bundles import (
     StepBundles,
     updated_places,
 )
-from watchstep.jax.replay.value_health import has_nonfinite
+from watchstep.jax.replay.value_health import has_nonfinite, is_reference
 from watchstep.jax.stacked_layers import places_of_inputs
 from watchstep.jax.traced_updates import UpdateOutputs, is_optimizing
 from watchstep.trace.report import render_cause, render_diagnosis, suspects
@@ -47,6 +48,9 @@ from watchstep.updates.update_recorder import Update
 
 _LIMITS = EvaluationLimits(60.0, 2 * 2**30)
 """What the evaluation of a step may take, as for PyTorch."""
+
+_SECONDS_AT_END = 10.0
+"""The time at the end of the program, which may have to end soon."""
 
 _ENDED = "it was not computed to its end: {}"
 
@@ -119,6 +123,10 @@ class StepRedo:
             session.health.note("explain", "no step is computed again, because 'bundles: null' keeps none")
             return
         compiled_steps.plain_calls.append(self._called)
+
+    def program_ends(self) -> None:
+        """Take less time from now on."""
+        self._limits = replace(self._limits, seconds=min(self._limits.seconds, _SECONDS_AT_END))
 
     def close(self) -> None:
         """Keep no more arguments."""
@@ -251,7 +259,9 @@ class StepRedo:
                     raise _NotAgainError(f"{kind} {names[place]} is lost, because {value.reason}")
                 notes.append(f"{names[place]} is of after the step")
                 value = later[place]
-            values[place], kinds[place] = value, kind
+            is_kept_reference = place in plan.references and not is_reference(value)
+            values[place] = jax_names.require("new_ref")(value) if is_kept_reference else value
+            kinds[place] = kind
         if len(notes) > 1:
             notes = [f"{notes[0]}, and so are {len(notes) - 1} more, because the step donates them"]
         positional, keywords = jax.tree_util.tree_unflatten(plan.kind[0], values)
@@ -310,7 +320,7 @@ class StepRedo:
         if arguments.notes:
             return f"it is finite when it is computed again, but not all of it was restored: {'; '.join(arguments.notes)}"
         again = None
-        if not evaluation.notes:  # else it calls functions of the program
+        if not (evaluation.notes or call.plan.references):  # else it changes what is the program's
             copies = jax.tree_util.tree_map(_copy, (arguments.positional, arguments.keywords))
             again = call.function.called_again(*copies)
         if again is None:
@@ -361,7 +371,7 @@ def _are_near(first: Any, second: Any) -> bool:
     """Return whether two arrays are equal up to the rounding of a step."""
     if not jnp.issubdtype(first.dtype, jnp.inexact):
         return True
-    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    a, b = np.asarray(first).astype(np.complex128), np.asarray(second).astype(np.complex128)
     return not a.size or float(np.abs(a - b).max()) <= _TOLERANCE * max(
         float(np.abs(b).max()), sys.float_info.min
     )
