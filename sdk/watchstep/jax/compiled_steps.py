@@ -215,9 +215,9 @@ class CompiledStep:
         try:
             self._trace(arguments, keywords)
             if not self.has_updates and self.observed.is_open:
-                is_traced_anew = self.observed.has_rows
+                is_traced_again = self.observed.has_rows
                 self.observed.close()
-                if is_traced_anew:
+                if is_traced_again:
                     self._recording = self._compiled(self._forms.renew())
                     self._trace(arguments, keywords)
         except Exception as error:
@@ -369,7 +369,7 @@ class CompiledStep:
         """Return the trace of the recording form for a call, whose arguments may have been donated."""
         return self._trace(arguments, keywords)[1]
 
-    def traced_anew(self, arguments: Any, keywords: Any) -> Any:
+    def traced_again(self, arguments: Any, keywords: Any) -> Any:
         """Return a new trace of the function for a call, whose updates are made whatever they are. Nothing of it is recorded.
 
         Its results are ``(result, extra outputs)``.

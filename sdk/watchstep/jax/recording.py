@@ -34,7 +34,7 @@ from watchstep.jax.host_values import HostLayout, JaxArrays, PremeasuredWeights,
 from watchstep.jax.internals import has_rings, jax_names, surroundings
 from watchstep.jax.names import describe, layer_descriptions
 from watchstep.jax.replay.step_bundles import BundledCall, StepBundles
-from watchstep.jax.replay.step_redo import StepRedo
+from watchstep.jax.replay.step_redo import CallRedo
 from watchstep.jax.ring.ring_reader import RingReader, warn_of_unobserved
 from watchstep.jax.ring.ring_snapshots import RingStep
 from watchstep.jax.step_settings import StepSettings, request_settings, withdraw_settings
@@ -148,7 +148,7 @@ class UpdateReader:
         on_nonfinite: OnNonfinite,
         bundles: StepBundles,
         ranks: int = 1,
-        redo: StepRedo | None = None,
+        redo: CallRedo | None = None,
     ) -> None:
         """Start without updates.
 
@@ -701,7 +701,7 @@ class Recording:
             withholds=policy.action != "record",
             keeps_all=hook._explains,  # noqa: SLF001 - as above
         )
-        redo = StepRedo(session, identity.worker, bundles) if hook._explains else None  # noqa: SLF001 - as above
+        redo = CallRedo(session, identity.worker, bundles) if hook._explains else None  # noqa: SLF001 - as above
         reader = UpdateReader(session, policy, bundles, identity.world_size, redo)
         self._health = session.health
         observes = activations and tensors.ACTIVATIONS in session.config.chosen

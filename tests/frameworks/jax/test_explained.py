@@ -20,7 +20,7 @@ import optax  # noqa: E402
 from watchstep import Hook, StopTraining, open_run  # noqa: E402
 from watchstep.jax import Recording, compiled_steps  # noqa: E402
 from watchstep.jax.replay import step_redo  # noqa: E402
-from watchstep.jax.replay.interpreter import EvaluationLimits  # noqa: E402
+from watchstep.jax.replay.interpreter import ProgramLimits  # noqa: E402
 from watchstep.trace import diagnose, open_trace  # noqa: E402
 
 _BAD = 7
@@ -482,7 +482,7 @@ def test_a_bad_argument_is_named(bad: str, tmp_path: Path) -> None:
 def test_what_cannot_be_named_is_said(
     program: Program, seconds: float, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_redo, "_LIMITS", EvaluationLimits(seconds, 2**31))
+    monkeypatch.setattr(step_redo, "_LIMITS", ProgramLimits(seconds, 2**31))
     reason, _ = stopped(program, tmp_path)
     assert f"not finite; {sentence}" in reason
 

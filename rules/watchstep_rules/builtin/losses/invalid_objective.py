@@ -40,7 +40,7 @@ class InvalidObjectiveParams(Params):
 
 
 class Objective(NamedTuple):
-    """What a loss has been so far: the number of values, the mean magnitude of the first ten, and the lowest mean of ten; None before there are ten."""
+    """What a loss has been so far: the number of finite values, the mean magnitude of the first ten, and the lowest mean of ten; None before there are ten."""
 
     seen: int = 0
     first: float = 0.0
@@ -143,11 +143,13 @@ class _Course:
 
     def __init__(self, series: LossSeries, past: Objective) -> None:
         self.series = series
-        self.seen = past.seen + 1 + np.arange(len(series.values))
-        counts = np.minimum(self.seen, _FIRST)
-        new = np.where(self.seen <= _FIRST, np.abs(series.values), 0.0)
+        is_finite = np.isfinite(series.values)
+        self.seen = past.seen + np.cumsum(is_finite)
+        new = np.where(is_finite & (self.seen <= _FIRST), np.abs(series.values), 0.0)
+        counts = np.maximum(np.minimum(self.seen, _FIRST), 1)
         self.first = (past.first * min(past.seen, _FIRST) + np.cumsum(new)) / counts
         tens = series.trailing(_FIRST, _mean)
+        tens[~np.isfinite(tens)] = np.nan
         lowest = np.nan if past.lowest is None else past.lowest
         self.lowest = np.fmin.accumulate(np.concatenate([[lowest], tens]))[1:]
         known = None if np.isnan(self.lowest[-1]) else float(self.lowest[-1])

@@ -80,7 +80,7 @@ class StepEvaluation:
 
 
 @dataclass(frozen=True)
-class EvaluationLimits:
+class ProgramLimits:
     """What an evaluation may take.
 
     Attributes:
@@ -143,7 +143,7 @@ def evaluate_program(
     shapes: Any,
     *,
     damages: Sequence[Mapping[int, str]] = (),
-    limits: EvaluationLimits | None = None,
+    limits: ProgramLimits | None = None,
 ) -> StepEvaluation:
     """Evaluate a traced program operation by operation.
 
@@ -157,7 +157,7 @@ def evaluate_program(
     """
     result_leaves, result_tree = jax.tree_util.tree_flatten_with_path(shapes)
     every = {place: f"result{suffix(path)}" for place, (path, _) in enumerate(result_leaves)}
-    interpreter = _Interpreter(limits or EvaluationLimits())
+    interpreter = _Interpreter(limits or ProgramLimits())
     try:
         results = interpreter.evaluate(closed, inputs, names)
     except _LimitReached as limit:
@@ -206,7 +206,7 @@ class _Scope:
 class _Interpreter:
     """Evaluates the equations of one step."""
 
-    limits: EvaluationLimits = field(default_factory=EvaluationLimits)
+    limits: ProgramLimits = field(default_factory=ProgramLimits)
     evaluated: int = 0
     contained: int = 0
     notes: dict[str, None] = field(default_factory=dict)

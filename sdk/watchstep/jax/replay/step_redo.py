@@ -30,7 +30,7 @@ from watchstep.jax.names import path_words
 from watchstep.jax.replay.argument_trees import LostLeaf, own_array, parameter_names
 from watchstep.jax.replay.first_bad import FirstBad
 from watchstep.jax.replay.first_bad_trace import trace_of
-from watchstep.jax.replay.interpreter import EvaluationLimits, StepEvaluation, evaluate_program
+from watchstep.jax.replay.interpreter import ProgramLimits, StepEvaluation, evaluate_program
 from watchstep.jax.replay.source_frames import exact_lines
 from watchstep.jax.replay.step_bundles import (
     MAX_REFERENCED_BYTES,
@@ -46,7 +46,7 @@ from watchstep.trace.report import render_cause, render_diagnosis, suspects
 from watchstep.trace.trace_file import encode_trace
 from watchstep.updates.update_recorder import Update
 
-_LIMITS = EvaluationLimits(60.0, 2 * 2**30)
+_LIMITS = ProgramLimits(60.0, 2 * 2**30)
 """What the evaluation of a step may take, as for PyTorch."""
 
 _SECONDS_AT_END = 10.0
@@ -104,7 +104,7 @@ class _NotAgainError(Exception):
     """A call cannot be computed again, for the reason that is the text."""
 
 
-class StepRedo:
+class CallRedo:
     """Computes the failing step of one hook again. Used on the training thread; its faults never reach training."""
 
     def __init__(self, session: Session, worker: int, bundles: StepBundles) -> None:
@@ -273,7 +273,7 @@ class StepRedo:
         """Evaluate a call operation by operation, for some seconds."""
         positional, keywords = arguments.positional, arguments.keywords
         with exact_lines():
-            traced = call.function.traced_anew(positional, keywords)
+            traced = call.function.traced_again(positional, keywords)
         places = places_of_inputs(traced, positional, keywords)
         if places is None:
             raise _NotAgainError("its arguments are not those of its trace")
