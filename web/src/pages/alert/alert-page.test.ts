@@ -126,6 +126,9 @@ describe("sentences", () => {
     expect(outcomeSentence(pageOf({ run: { state: "stopped" }, stop: { ...own, state: "done" } }))).toBe(
       "The alert stopped the run; it ended after step 22, 3 steps lost.",
     );
+    expect(outcomeSentence(pageOf({ run: { state: "stopped" }, stop: null }))).toBe(
+      "The recorder stopped the run before the update of step 22.",
+    );
     expect(outcomeSentence(pageOf({ run: { state: "completed" }, stop: { ...own, state: "done" } }))).toBe(
       "It requested a stop: the job is gone. The run was not stopped by it: it completed, and ended after step 22.",
     );

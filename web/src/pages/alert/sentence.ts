@@ -79,6 +79,8 @@ export function outcomeSentence(page: AlertPage): string {
     case "running":
       return `The run goes on, at step ${run.last_step}. ${unchanged}`;
     case "stopped": {
+      // No stop was requested: the gate policy or a guard in the process ended the training before an update.
+      if (stop === null) return `The recorder stopped the run before the update of step ${run.last_step}.`;
       const other = page.others.find(({ fingerprint }) => fingerprint === stop?.fingerprint);
       const by =
         other === undefined ? (stop?.fingerprint == null ? " by an operator" : "") : ` by ${other.name}`;
