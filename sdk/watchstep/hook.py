@@ -589,7 +589,9 @@ class Hook:
         elif self._explains and self._bundler is not None and policy.redo is None:
             from watchstep.trace.redo import StepRedo
 
-            policy.redo = redo = StepRedo(self._session, watch.model, self._bundler.inputs, self._identity)
+            policy.redo = redo = StepRedo(
+                self._session, watch.model, self._bundler.inputs, self._identity, self.run_url
+            )
             if path := os.environ.get(hook_arguments.EXPLAINED_BUNDLE):
                 from watchstep.replay.program_step import inputs_of_file
 

@@ -216,7 +216,9 @@ def _steps(step: int) -> TraceSteps:
 class StepRedo:
     """Computes the failing step of one watched model again. Used on the training thread; its faults never reach training."""
 
-    def __init__(self, session: Session, model: nn.Module, inputs: StepInputs, identity: Identity) -> None:
+    def __init__(
+        self, session: Session, model: nn.Module, inputs: StepInputs, identity: Identity, run_url: str
+    ) -> None:
         """Start to note what steps are computed from.
 
         Args:
@@ -224,10 +226,12 @@ class StepRedo:
             model: The watched model.
             inputs: Notes the passes of its steps.
             identity: The rank.
+            run_url: The run.
         """
         assert session.config.bundles is not None
         self._session, self._model, self._inputs = session, model, inputs
         self._worker, self._world_size = identity.worker, identity.world_size
+        self._run_url = run_url
         self._limit = session.config.bundles.reference_bytes
         self._thread = threading.get_ident()
         self._process = os.getpid()
@@ -437,7 +441,12 @@ class StepRedo:
             return f"the first NaN or infinity {FROM_ANOTHER_RANK}: all is finite on rank {self._worker} before gradients are reduced"
         lines = render_diagnosis(trace, diagnosis).splitlines()
         sys.stderr.write("".join(f"watchstep: {line}\n" for line in lines))
-        cause = render_cause(trace, diagnosis) + _sample(again.since.batches, trace, diagnosis)
+        sample = _sample(again.since.batches, trace, diagnosis)
+        if sample:
+            sys.stderr.write(
+                f"watchstep: to resume without the samples of the step: watchstep skip-list {self._run_url} --step {again.step} -o skip.json\n"
+            )
+        cause = render_cause(trace, diagnosis) + sample
         notes = list(again.notes)
         if again.given:
             notes.append(

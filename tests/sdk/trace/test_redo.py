@@ -186,7 +186,10 @@ def test_the_line_is_named(tmp_path: Path, program: Program, capsys: pytest.Capt
     assert "approximate" not in reason_of(hook)
     if program in {accumulates, checkpoints, scales}:
         assert f"; sample {_BAD} (row " in reason_of(hook)
-    assert f"at {place}" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"at {place}" in printed
+    named = "; sample " in reason_of(hook)
+    assert (f"watchstep skip-list {hook.run_url} --step " in printed) == named
     assert hook.stopped is not None
     run = watchstep.open_run(hook.run_url)
     (key,) = saved_traces(run)
