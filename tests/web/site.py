@@ -64,7 +64,7 @@ class Site:
 
 def record_demo(service: EmbeddedService, folder: Path) -> tuple[str, str]:
     """Record the demo's trainings, wait for their end, and return the names of the healthy and of the faulty run."""
-    runs = launch_both(Demo(folder, 0), service)
+    runs = launch_both(Demo(folder, 0, explains=False), service)
     watcher = DemoWatcher(service, runs)
     try:
         watch_until_settled(service, watcher, lambda: None)

@@ -127,10 +127,12 @@ class Demo:
     Attributes:
         folder: folder of all output files.
         seed: seed of both trainings.
+        explains: whether the faulty training computes its failing step again to name the source line, and ends by itself; otherwise a rule stops it.
     """
 
     folder: Path
     seed: int
+    explains: bool = True
 
     @property
     def store(self) -> Path:
@@ -151,7 +153,7 @@ def launch_both(demo: Demo, service: EmbeddedService) -> list[WatchedRun]:
             command=(*command, "--fault") if label == "faulty" else command,
             folder=demo.folder,
             log=demo.folder / f"{watched.run_id}.log",
-            explain=True,
+            explain=demo.explains,
         )
         launch_local(service.service, program, service.recorder_token)
         runs.append(watched)
