@@ -20,8 +20,11 @@ from rich.style import Style
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
+import watchstep_services
+
 COLUMNS = 100
 PICTURE = Path(__file__).with_name("demo.svg")
+_PACKAGES = f"{Path(watchstep_services.__file__).parents[1]}/"
 _TOKEN = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\r|\n|[^\x1b\r\n]+")
 _FONT = '"Fira Code", "DejaVu Sans Mono", Menlo, Consolas, monospace'
 _SVG = """\
@@ -111,7 +114,9 @@ def main() -> None:
         )
     end = next(index for index, line in enumerate(lines) if "the same evidence" in line)
     shown = [
-        line for line in lines[:end] if not Text.from_ansi(line).plain.startswith(("service ", "picture "))
+        line.replace(_PACKAGES, "")
+        for line in lines[:end]
+        if not Text.from_ansi(line).plain.startswith(("service ", "picture ", "trace "))
     ]
     while shown and not shown[-1].strip():
         shown.pop()
